@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 
-_ALL_RANK_COMMANDS = ("train", "supervise")  # train is the default
+_RESUMABLE_COMMANDS = ("train", "supervise")  # train is the default
 
 
 def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses this file too
@@ -22,9 +22,9 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses t
     from hpc_tune.startup_signals import exit_on_signals
 
     word = sys.argv[1] if len(sys.argv) > 1 else "train"
-    if word in _ALL_RANK_COMMANDS or word.startswith("-") or "=" in word:
+    if word in _RESUMABLE_COMMANDS or word.startswith("-") or "=" in word:
         exit_on_signals()
-    from hpc_tune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
+    from hpc_tune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 
     for stream in (sys.stdout, sys.stderr):
         _escape_unencodable(stream)
@@ -39,18 +39,18 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses t
     except Exception as error:
         if isinstance(error, OSError) and _is_stdout_broken():
             return _report_broken_stdout(error)
-        from hpc_tune.packages import why_unusable
+        from hpc_tune.packages import why_import_failed
 
-        why = why_unusable(error)
+        why = why_import_failed(error)
         if why is not None:
             sys.stderr.write("hpc_tune: %s\n" % why)
-            return EXIT_USER
+            return EXIT_USER_ERROR
         if isinstance(error, OSError) and error.filename is not None:
             from hpc_tune.errors import find_remedy
 
             words = "%s%s" % (error.strerror, find_remedy(error))
             sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, words))
-            return EXIT_USER if isinstance(error, PermissionError) else EXIT_FAILED
+            return EXIT_USER_ERROR if isinstance(error, PermissionError) else EXIT_FAILED
         raise
     return code
 

@@ -21,30 +21,32 @@ class PreferencePairs:
     """What a preference objective needs besides the tokens of a micro-batch with P pairs.
 
     A pair is two documents of one row, the chosen answer before the rejected one, both after the
-    same prompt. Rows of labeled answers are pairs without a second document. ``counts_P2``: tokens
-    with loss of each document, int64. ``reference_P2``: summed log-probabilities under the
-    reference, fp32, zeros without a reference. ``desirable_P``: the labels of labeled answers,
-    bool; empty for pairs. ``kl``: the step's mean difference to the reference on mismatched
-    answers, not below 0. ``own_counts_P2``: if ranks share rows, the part of ``counts_P2`` on this
-    rank; else None.
+    same prompt. Rows of labeled answers are pairs without a second document.
+    ``num_loss_tokens_P2``: tokens with loss of each document, int64. ``reference_log_probs_P2``:
+    summed log-probabilities under the reference, fp32, zeros without a reference. ``desirable_P``:
+    the labels of labeled answers, bool; empty for pairs. ``kl``: the step's mean difference to the
+    reference on mismatched answers, not below 0. ``num_own_loss_tokens_P2``: if ranks share rows,
+    the part of ``num_loss_tokens_P2`` on this rank; else None.
     """
 
-    counts_P2: torch.Tensor
-    reference_P2: torch.Tensor
+    num_loss_tokens_P2: torch.Tensor
+    reference_log_probs_P2: torch.Tensor
     desirable_P: torch.Tensor
     kl: float = 0.0
-    own_counts_P2: torch.Tensor | None = None
+    num_own_loss_tokens_P2: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
-        own = () if self.own_counts_P2 is None else (self.own_counts_P2,)
-        return self.counts_P2, self.reference_P2, self.desirable_P, *own
+        own = () if self.num_own_loss_tokens_P2 is None else (self.num_own_loss_tokens_P2,)
+        return self.num_loss_tokens_P2, self.reference_log_probs_P2, self.desirable_P, *own
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return a copy with ``change`` applied to each tensor."""
-        counts_P2, reference_P2, desirable_P, *own = map(change, self.tensors)
-        return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl, *own)
+        num_loss_tokens_P2, reference_log_probs_P2, desirable_P, *own = map(change, self.tensors)
+        return PreferencePairs(
+            num_loss_tokens_P2, reference_log_probs_P2, desirable_P, self.kl, *own
+        )
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ class Batch:
         return replace(self, pairs=self.pairs and replace(self.pairs, kl=kl))
 
     @cached_property
-    def num_terms(self) -> float:
+    def num_loss_terms(self) -> float:
         """The number of terms of the loss: pairs, or labeled answers, or the sum of token weights.
 
         Read it before the batch is moved to a device.
         """
         if self.weights_N is not None:
             return float(self.weights_N.double().sum())
-        return self.num_loss_tokens if self.pairs is None else len(self.pairs.counts_P2)
+        return self.num_loss_tokens if self.pairs is None else len(self.pairs.num_loss_tokens_P2)
 
     @property
     def form(self) -> Form:
@@ -124,7 +126,7 @@ class Batch:
         return self._map_tensors(lambda t: t.int().pin_memory(), lambda t: t.pin_memory())
 
     @property
-    def real_lengths(self) -> list[int]:
+    def unpadded_document_lengths(self) -> list[int]:
         """The lengths of all rows' documents, without padding."""
         padding = self.padding or [0] * len(self.document_lengths)
         rows = zip(self.document_lengths, padding, strict=True)
@@ -168,7 +170,7 @@ def read_document_lengths(positions_BT: torch.Tensor) -> list[list[int]]:
     return [[stop - start for start, stop in pairwise([*row, ends])] for row in starts]
 
 
-def full_batch(num_rows: int, seq_len: int) -> Batch:
+def costliest_batch(num_rows: int, seq_len: int) -> Batch:
     """Return rows of one document each with loss on all tokens: the costliest rows."""
     positions_BT = torch.arange(seq_len).expand(num_rows, seq_len).contiguous()
     num_tokens = num_rows * seq_len

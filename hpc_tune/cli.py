@@ -16,18 +16,18 @@ from hpc_tune import __version__
 from hpc_tune.cluster.launchers import rank_hint, size_hint
 from hpc_tune.commands import ALL_RANK_COMMANDS, COMMANDS, SETTINGS_ARGUMENTS
 from hpc_tune.config.load import (
-    config_hint,
+    config_flag_hint,
     describe_fields,
-    field_names,
     load_config,
     mask_secrets,
+    setting_names,
 )
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, log, print_line
 from hpc_tune.packages import find_shadowing_packages
 
 OTHER_RANKS_WAIT_S = 3.0  # so that rank 0 prints the error before the launcher kills it
-_ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, only this rank has the problem
+_WAIT_FOR_RANK_0_S = 10.0  # if rank 0 has not ended the job by then, only this rank has the problem
 _PROG = "python -m hpc_tune"
 
 
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if first not in (*COMMANDS, "-h", "--help", "--version"):
         if first and not first.startswith("-") and "=" not in first:
             known = ", ".join(COMMANDS)
-            hint = config_hint(first) or _did_you_mean(first, COMMANDS)
+            hint = config_flag_hint(first) or _did_you_mean(first, COMMANDS)
             raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
         arguments.insert(0, "train")
     # argparse reads only one group of settings; settings after another option are in ``rest``.
@@ -83,7 +83,7 @@ def _data_settings(options: argparse.Namespace) -> list[str]:
         ConfigError: if nothing names the data, or two arguments do.
     """
     named = options.data
-    if named is not None and named.partition("=")[0] in field_names():
+    if named is not None and named.partition("=")[0] in setting_names():
         options.settings, named = [named, *options.settings], None
     names = ("data.path=", "data.sources=")
     in_settings = [word for word in options.settings if word.startswith(names)]
@@ -180,7 +180,7 @@ def _print_error(error: HpcTuneError) -> int:
     """Print the error once: on rank 0, or on a rank that still lives when rank 0 would be done."""
     rank, had_world = rank_hint(os.environ), "torch" in sys.modules
     if rank:
-        time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)
+        time.sleep(OTHER_RANKS_WAIT_S if had_world else _WAIT_FOR_RANK_0_S)
     if not (rank and had_world):
         who = f"rank {rank}: " if rank else ""
         print_line(mask_secrets(f"hpc_tune: {who}{error}"))

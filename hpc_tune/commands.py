@@ -16,8 +16,19 @@ from typing import Any, Literal, NamedTuple
 
 from hpc_tune.config.constraints import check_config, check_job
 from hpc_tune.config.data import NAMED_TEMPLATES, is_prepared
-from hpc_tune.config.init import METHODS, QUESTIONS, ask_on_terminal, collect_answers, write_config
-from hpc_tune.config.load import cached_path, describe_fields, find_variables, is_tiny
+from hpc_tune.config.init import (
+    METHODS,
+    QUESTIONS,
+    collect_answers,
+    interactive_input,
+    write_config,
+)
+from hpc_tune.config.load import (
+    describe_fields,
+    find_variables,
+    resolve_hub_path,
+    uses_builtin_model_and_data,
+)
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.log import log
 from hpc_tune.packages import fast_imports
@@ -29,9 +40,9 @@ from hpc_tune.units import parse_memory
 
 
 SHELLS = ("bash", "zsh")
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+_ZSH_SETUP = "autoload -U +X bashcompinit && bashcompinit\n"
 # bash splits key=value into three words, and completes only the part after the equals sign.
-_SCRIPT = """_hpc_tune() {{
+_COMPLETION_TEMPLATE = """_hpc_tune() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command=train
     local settings="{settings}" words="" files=""
     if [ "$COMP_CWORD" -gt 1 ]; then
@@ -80,7 +91,7 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
                         _completion_case(f'"{command} {name}"', choices, files=not choices)
                     )
         arguments.append("        " + _completion_case(command, words, takes_files))
-    return (_ZSH if shell == "zsh" else "") + _SCRIPT.format(
+    return (_ZSH_SETUP if shell == "zsh" else "") + _COMPLETION_TEMPLATE.format(
         settings=" ".join(f"{name}=" for name, *_ in fields),
         names=" ".join(commands),
         commands="|".join(commands),
@@ -104,17 +115,17 @@ def _literal_values(kind: str) -> list[str]:
 
 
 Argument = tuple[str, dict[str, Any]]  # arguments of argparse's add_argument
-Run = Callable[[Namespace], int]  # from the options to the exit code
+CommandFunction = Callable[[Namespace], int]  # from the options to the exit code
 
 
 class Command(NamedTuple):
     """A command: its name is that of ``run``, its help the docstring of ``run``."""
 
-    run: Run
+    run: CommandFunction
     arguments: Sequence[Argument]
 
 
-def command(*arguments: Argument) -> Callable[[Run], Command]:
+def command(*arguments: Argument) -> Callable[[CommandFunction], Command]:
     """Make a function a command with these arguments; also add it to COMMANDS."""
     return lambda run: Command(run, arguments)
 
@@ -126,13 +137,13 @@ def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs
     elif isinstance(kind, tuple):
         kwargs["choices"] = kind
     else:
-        kwargs["type"] = _make_reader(kind, least)
+        kwargs["type"] = _make_argument_type(kind, least)
     if isinstance(kwargs.get("default"), str | int | float):
         help += " (default: %(default)s)"
     return name, {"help": help, **kwargs}
 
 
-def _make_reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+def _make_argument_type(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     """Return a type for argparse whose errors explain what is wrong."""
 
     def read(text: str) -> Any:
@@ -152,7 +163,7 @@ def _make_reader(kind: Callable[[str], Any], least: float) -> Callable[[str], An
 def model_folder(path: str) -> Path:
     """Return the folder of a model, given as a path or as OWNER/NAME in the hub's cache."""
     try:
-        return Path(cached_path("the model", path, "model"))
+        return Path(resolve_hub_path("the model", path, "model"))
     except ConfigError as error:
         raise ArgumentTypeError(str(error)) from None
 
@@ -181,7 +192,7 @@ JSON_ARGUMENT = argument("--json", bool, "print JSON instead of a table")
 )
 def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
-    if not options.files and not is_tiny(options.settings):
+    if not options.files and not uses_builtin_model_and_data(options.settings):
         log.info("config  no --config: defaults apply to all settings not given here (see --help)")
     # Read when torch is imported. Without it each rank prints C++ frames when one rank is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -200,11 +211,13 @@ def train(options: Namespace) -> int:
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
     from hpc_tune.cluster.submission import find_schedulers
-    from hpc_tune.memory.host import find_limit
+    from hpc_tune.memory.host import find_host_limit
     from hpc_tune.plan.report import plan_sizes
 
-    given = collect_answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
-    host_bytes, out = find_limit().num_bytes, Path(options.out)
+    given = collect_answers(
+        {name: getattr(options, name) for name in QUESTIONS}, interactive_input()
+    )
+    host_bytes, out = find_host_limit().num_bytes, Path(options.out)
     section: Literal["slurm", "pbs"] = "pbs" if find_schedulers() == ["pbs"] else "slurm"
     print("\n".join(write_config(out, given, host_bytes, plan_sizes, section)))
     return EXIT_DONE
@@ -244,7 +257,7 @@ def supervise(options: Namespace) -> int:
     config, launch = options.config, [*options.launch, *options.python]
     job = choose_section(config.slurm, config.pbs, os.environ)
     nodes = JobNodes(launch, os.environ, job, config.parallel)
-    arguments, run = _arguments_for(options), config.run
+    arguments, run = _config_arguments(options), config.run
     return Supervisor(
         launch, arguments, Path(run.dir), options.requeue, run.report, nodes=nodes
     ).run()
@@ -274,7 +287,7 @@ def submit(options: Namespace) -> int:
         )
     named = find_variables(options.files, options.settings)
     variables = submission.job_variables(named, os.environ)
-    text = submission.render_script(job, _arguments_for(options), Path.cwd(), variables)
+    text = submission.render_script(job, _config_arguments(options), Path.cwd(), variables)
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
@@ -284,7 +297,7 @@ def submit(options: Namespace) -> int:
     return EXIT_DONE
 
 
-def _arguments_for(options: Namespace) -> list[str]:
+def _config_arguments(options: Namespace) -> list[str]:
     """Return the arguments that pass this configuration to another command."""
     return [*(word for file in options.files for word in ("--config", file)), *options.settings]
 
@@ -362,7 +375,12 @@ def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
     from hpc_tune.packages import is_importable
     from hpc_tune.plan.hardware import requested_machine
-    from hpc_tune.plan.report import as_json, as_lines, check_remedies, make_plan
+    from hpc_tune.plan.report import (
+        describe_sufficient_remedies,
+        make_plan,
+        plan_to_json,
+        plan_to_lines,
+    )
     from hpc_tune.plan.resolve import why_rows_too_long
     from hpc_tune.train.sources import describe_planned_sources
 
@@ -376,7 +394,7 @@ def plan(options: Namespace) -> int:
         from hpc_tune.autotune import search
 
         named = options.measured, options.hardware
-        choice, machine, config = search.choose_for_command(config, machine, *named)
+        choice, machine, config = search.choose_layout_for_command(config, machine, *named)
         if options.json:
             print(search.choice_to_json(choice))
             return EXIT_DONE
@@ -396,15 +414,19 @@ def plan(options: Namespace) -> int:
             return False
 
     planned = make_plan(config, *how)
-    advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
+    advice = (
+        planned.advice
+        if planned.fits
+        else describe_sufficient_remedies(planned.remedies, fits_with)
+    )
     if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     if config.tune.form != "pairs":
         for too_long in why_rows_too_long(config.model, config.data.seq_len):
             log.warning("%s", too_long)
-    lines = as_lines(planned, advice)
+    lines = plan_to_lines(planned, advice)
     lines += describe_planned_sources(config.data, config.train, config.batch.global_size)
-    print(as_json(planned, advice) if options.json else "\n".join(lines))
+    print(plan_to_json(planned, advice) if options.json else "\n".join(lines))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 
 
@@ -480,9 +502,9 @@ def inspect(options: Namespace) -> int:
 
         lines, is_valid = describe_prepared(path)
     else:
-        from hpc_tune.checkpoint.locate import diff_settings, list_checkpoints
+        from hpc_tune.checkpoint.locate import describe_checkpoints, diff_settings
 
-        lines, is_valid = list_checkpoints(path, options.verify)
+        lines, is_valid = describe_checkpoints(path, options.verify)
         if options.against:
             lines += diff_settings(path, options.against) or ["no setting differs"]
     print("\n".join(lines))

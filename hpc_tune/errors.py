@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.files import OUT_OF_FILES, is_permission_error, missing_permission
+from hpc_tune.files import OUT_OF_FILES_ERRNOS, describe_missing_permission, is_permission_error
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-EXIT_USER = 2
+EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
 
@@ -25,7 +25,7 @@ class HpcTuneError(Exception):
 class ConfigError(HpcTuneError):
     """The configuration or the command line is wrong; the user fixes it."""
 
-    exit_code = EXIT_USER
+    exit_code = EXIT_USER_ERROR
 
 
 def require_utf8(word: str) -> str:
@@ -47,7 +47,7 @@ def require_utf8(word: str) -> str:
 class DataError(HpcTuneError):
     """The training data or the model directory is wrong; the user fixes it."""
 
-    exit_code = EXIT_USER
+    exit_code = EXIT_USER_ERROR
 
 
 class WorldError(HpcTuneError):
@@ -84,20 +84,20 @@ class UnreadableError(HpcTuneError):
 class NoRightError(UnreadableError):
     """This user may not read a file of a checkpoint; the file's owner can grant permission."""
 
-    exit_code = EXIT_USER
+    exit_code = EXIT_USER_ERROR
 
 
 class DiskError(HpcTuneError):
     """A file system is full, denies permission, or this process may open no more files."""
 
-    exit_code = EXIT_USER
+    exit_code = EXIT_USER_ERROR
 
     @classmethod
     def from_os_error(cls, error: OSError, doing: str) -> "DiskError | None":
         """Return a DiskError for ``error``, None if it is of another kind; ``doing`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
-        if error.errno in OUT_OF_FILES:
+        if error.errno in OUT_OF_FILES_ERRNOS:
             return cls(f"{error.filename or doing}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
@@ -109,7 +109,7 @@ class DiskError(HpcTuneError):
 class MemoryBudgetError(HpcTuneError):
     """The work does not fit into the memory of the host or device; the user changes one of them."""
 
-    exit_code = EXIT_USER
+    exit_code = EXIT_USER_ERROR
 
 
 class ResumableStop(HpcTuneError):
@@ -165,7 +165,7 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         number = int(told[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
-    if number in OUT_OF_FILES:
+    if number in OUT_OF_FILES_ERRNOS:
         return (
             ". This process has reached its limit of open files: raise the limit before the "
             "launcher (ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
@@ -176,7 +176,7 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
     if (
         is_permission_error(number)
         and named is not None
-        and (words := missing_permission(Path(named)))
+        and (words := describe_missing_permission(Path(named)))
     ):
         return f": {words}"
     return ""

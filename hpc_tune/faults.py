@@ -39,8 +39,8 @@ class Faults:
     both by their names in ``memory.policy.Level``.
 
     ``device`` replaces the memory of this rank's device, as a ``memory.device.DeviceMemory``.
-    ``sample_s`` replaces the monitor's time between two samples of memory. ``moves_on_host`` allows
-    offloading without a GPU, from the host to the host.
+    ``sample_s`` replaces the monitor's time between two samples of memory. ``offloads_without_gpu``
+    allows offloading without a GPU, from the host to the host.
     """
 
     join: Callable[..., Any] | None = None
@@ -50,7 +50,7 @@ class Faults:
     level: Callable[[str], str] = _return_same
     device: Any = None
     sample_s: float | None = None
-    moves_on_host: bool = False
+    offloads_without_gpu: bool = False
 
 
 NO_FAULTS = Faults()

@@ -15,16 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_REFUSALS = (errno.EACCES, errno.EPERM)
-OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+_PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM)
+OUT_OF_FILES_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
 def is_permission_error(number: int | None) -> bool:
     """Whether this error number means that this user lacks permission."""
-    return number in _REFUSALS
+    return number in _PERMISSION_ERRNOS
 
 
-def missing_permission(path: Path, of: Path | None = None) -> str:
+def describe_missing_permission(path: Path, of: Path | None = None) -> str:
     """Describe who owns ``path`` and how this user can get access; "" if its mode grants it.
 
     ``of`` is the folder whose files need the permission, ``path`` by default. If ``path`` does not
@@ -63,11 +63,9 @@ def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
         return f"its {mode} denies this to its owner: chmod u+{wanted} {there}"
-    owner, group, me = (
-        _user_name(status.st_uid),
-        _group_name(status.st_gid),
-        _user_name(os.geteuid()),
-    )
+    owner = _user_name(status.st_uid)
+    group = _group_name(status.st_gid)
+    me = _user_name(os.geteuid())
     is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
     regroup = "" if is_mine else f"chgrp -R to a group that includes {me}, "
     return (
@@ -100,7 +98,7 @@ def raise_if_out_of_files(error: BaseException) -> None:
     Call it where a file that cannot be opened counts as empty: such an error says nothing about the
     file.
     """
-    if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+    if isinstance(error, OSError) and error.errno in OUT_OF_FILES_ERRNOS:
         raise error
 
 
@@ -184,31 +182,37 @@ def sync_folder(folder: Path) -> None:
 # weights, as rows that are not JSON, or as training text.
 
 
-_MAX_BYTES = 1024  # by git-lfs's specification
-_LFS = re.compile(rb"version https?://[\w.-]+/spec/v\d[^\n]*\n(.*\n)*?oid sha256:", re.ASCII)
+_MAX_POINTER_BYTES = 1024  # by git-lfs's specification
+_LFS_POINTER = re.compile(
+    rb"version https?://[\w.-]+/spec/v\d[^\n]*\n(.*\n)*?oid sha256:", re.ASCII
+)
 _LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
-_ANNEX = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
+_ANNEX_PATH = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
 
 
-def why_pointer(file: Path) -> str | None:
+def why_pointer_file(file: Path) -> str | None:
     """Return why a file is only a pointer to its content, and what to do; None if it is not one.
 
     A dangling link of git-annex counts as a pointer; a file that cannot be read does not.
     """
     try:
-        if file.is_symlink() and not file.exists() and _ANNEX.search(os.readlink(file).encode()):
+        if (
+            file.is_symlink()
+            and not file.exists()
+            and _ANNEX_PATH.search(os.readlink(file).encode())
+        ):
             return _pointer_message(file, "a link of git-annex", "git annex get or datalad get")
-        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+        if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
             return None
         with file.open("rb") as opened:
-            content = opened.read(_MAX_BYTES)
+            content = opened.read(_MAX_POINTER_BYTES)
     except OSError:
         return None
-    if _LFS.match(content):
+    if _LFS_POINTER.match(content):
         size = _LFS_SIZE.search(content)
         of = f" of {int(size[1]):,} bytes" if size else ""
         return _pointer_message(file, f"a pointer of git-lfs to a file{of}", "git lfs pull")
-    if _ANNEX.match(content.strip()) and b"\n" not in content.strip():
+    if _ANNEX_PATH.match(content.strip()) and b"\n" not in content.strip():
         return _pointer_message(file, "a pointer of git-annex", "git annex get or datalad get")
     return None
 

@@ -16,14 +16,14 @@ import torch
 
 from hpc_tune.checkpoint.locate import LocatedCheckpoint, locate, require_base, retry_with_newest
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.fields import WrongRecord, json_type_name
 from hpc_tune.data.records import Chat, NotLearned, to_example
 from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.log import log
-from hpc_tune.model.build import BuiltModel, build, compute_dtype
-from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.model.build import BuiltModel, build, resolve_dtype
+from hpc_tune.model.load import allocate, load_trained_parameters, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors, stop_ids
 
 
@@ -135,7 +135,7 @@ def generate_answer(
         tune = trained.config.tune if with_adapter else tune
     if directory is None:
         raise ConfigError("generate needs --run RUN or --model DIR")
-    dtype = compute_dtype(dtype_name, device)
+    dtype = resolve_dtype(dtype_name, device)
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
     refuse_syntax_errors(tokenizer.chat_template, str(run if template else directory))
@@ -144,9 +144,9 @@ def generate_answer(
     allocate(built.module, device)
     load_weights(built)
     if trained is not None and run is not None and with_adapter:
-        retry_with_newest(trained, run, partial(load_trained, built))
+        retry_with_newest(trained, run, partial(load_trained_parameters, built))
     lm = built.module.causal_lm().to(dtype).eval()
-    ends = _stop_tokens(tokenizer, directory)
+    ends = _stop_token_ids(tokenizer, directory)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"temperature": temperature} if temperature else {}
     out_BT = lm.generate(
@@ -190,8 +190,8 @@ def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str
     return text.strip()
 
 
-def _stop_tokens(tokenizer: Any, directory: Path) -> list[int]:
-    end = tokenizer.convert_tokens_to_ids(find_answer_end(tokenizer))
+def _stop_token_ids(tokenizer: Any, directory: Path) -> list[int]:
+    end = tokenizer.convert_tokens_to_ids(find_answer_end_token(tokenizer))
     return sorted((stop_ids(tokenizer, directory) | {end}) - {None})
 
 

@@ -19,11 +19,11 @@ from hpc_tune.errors import DataError
 HubKind = Literal["model", "dataset"]
 _SNAPSHOTS, _BLOBS, _REFS, _MAIN = "snapshots", "blobs", "refs", "main"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
-_MIN_PREFIX = 7  # characters of a revision, as git shortens it
+_MIN_REVISION_CHARS = 7  # characters of a revision, as git shortens it
 PREFIXES: dict[HubKind, str] = {"model": "models--", "dataset": "datasets--"}
 _REVISION = re.compile(r"[0-9a-f]{40}")
 # Parts of a path in the cache that do not describe its content.
-NAMELESS = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}|[0-9a-f]{{64}}")
+CACHE_INTERNAL_NAME = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}|[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Snapshot:
     others: tuple[Path, ...]
 
 
-def is_cache(folder: Path) -> bool:
+def is_repo_cache(folder: Path) -> bool:
     """Return whether a folder is the cache folder of one dataset or model."""
     return (folder / _SNAPSHOTS).is_dir() and (
         (folder / _BLOBS).is_dir() or (folder / _REFS).is_dir()
     )
 
 
-def model_name(path: Path) -> tuple[str, str | None] | None:
+def find_name_and_revision(path: Path) -> tuple[str, str | None] | None:
     """Return the hub's name of the model whose cache folder contains ``path``, and the revision.
 
     The revision is None if ``path`` is not a snapshot. Returns None outside of such folders.
@@ -55,11 +55,11 @@ def model_name(path: Path) -> tuple[str, str | None] | None:
     return cached.removeprefix(prefix).replace("--", "/"), revision
 
 
-def _hub_cache_folder(folder: Path) -> Path | None:
+def _find_repo_cache(folder: Path) -> Path | None:
     """Return the cache folder that ``folder`` is, or whose ``snapshots`` it is; else None."""
-    if folder.name == _SNAPSHOTS and is_cache(folder.parent):
+    if folder.name == _SNAPSHOTS and is_repo_cache(folder.parent):
         return folder.parent
-    return folder if is_cache(folder) else None
+    return folder if is_repo_cache(folder) else None
 
 
 def list_revisions(folder: Path) -> list[Path]:
@@ -76,7 +76,7 @@ def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
     named = _read_ref(folder, revision)
     chosen = [path for path in found if path.name == (named or revision)]
     why = f"refs/{revision}" if named else "as named"
-    if not chosen and len(revision) >= _MIN_PREFIX:
+    if not chosen and len(revision) >= _MIN_REVISION_CHARS:
         chosen = [path for path in found if path.name.startswith(revision)]
     if not chosen and revision == _MAIN:
         chosen, why = found, "the only one"
@@ -85,7 +85,7 @@ def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
     return Snapshot(chosen[0], why, tuple(path for path in found if path != chosen[0]))
 
 
-def cache_folder(environment: Mapping[str, str]) -> Path:
+def hub_cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder that the hub's own tools use as their cache."""
     if named := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
@@ -103,8 +103,8 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     if match is None:
         return None
     owner, short, revision = match.groups()
-    folder = cache_folder(os.environ) / f"{PREFIXES[kind]}{owner}--{short}"
-    if not is_cache(folder):
+    folder = hub_cache_root(os.environ) / f"{PREFIXES[kind]}{owner}--{short}"
+    if not is_repo_cache(folder):
         return None
     found = find_snapshot(folder, revision or _MAIN)
     if found is None:
@@ -114,11 +114,11 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     return found
 
 
-def cache_hint(name: str, kind: HubKind) -> str:
+def not_in_cache_hint(name: str, kind: HubKind) -> str:
     """Return a hint that a name is not in the cache either; "" if it is not a name of the hub."""
     if not _HUB_NAME.fullmatch(name):
         return ""
-    return f"; nor is a {kind} of that name in the hub's cache, {cache_folder(os.environ)}"
+    return f"; nor is a {kind} of that name in the hub's cache, {hub_cache_root(os.environ)}"
 
 
 def advise_on_snapshots(folder: Path, setting: str) -> str | None:
@@ -126,7 +126,7 @@ def advise_on_snapshots(folder: Path, setting: str) -> str | None:
 
     None if ``folder`` is not a cache folder.
     """
-    if (cache := _hub_cache_folder(folder)) is None:
+    if (cache := _find_repo_cache(folder)) is None:
         return None
     names = " or ".join(f"{setting}={path}" for path in list_revisions(cache))
     main = find_snapshot(cache)
@@ -156,7 +156,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     Raises:
         DataError: if there is no revision, or several to choose from.
     """
-    if (cache := _hub_cache_folder(folder)) is None:
+    if (cache := _find_repo_cache(folder)) is None:
         return None
     revisions = list_revisions(cache)
     if not revisions:
@@ -169,7 +169,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     return found.path, list(found.others)
 
 
-def own_name(file: Path) -> Path:
+def identity_path(file: Path) -> Path:
     """Return the path that identifies a file: two names of one blob count as two files."""
     if file.is_symlink() and file.resolve().parent.name == _BLOBS:
         return file.parent.resolve() / file.name
@@ -183,7 +183,7 @@ def refuse_several_revisions(files: Iterable[Path]) -> None:
         parts = file.absolute().parts
         at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS) if _SNAPSHOTS in parts else 0
         root = Path(*parts[:at])
-        if at and len(parts) > at + 2 and is_cache(root):
+        if at and len(parts) > at + 2 and is_repo_cache(root):
             found.setdefault(root, set()).add(parts[at + 1])
     for root, revisions in found.items():
         if len(revisions) > 1:

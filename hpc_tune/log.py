@@ -1,9 +1,9 @@
 """Rank-aware logging and the progress display.
 
 Rank 0 logs for all: ``log.info`` prints only there. A warning is printed by each rank that logs it,
-with its rank, but only by rank 0 with ``extra=ON_ALL_RANKS``, for warnings that all ranks have.
-Everything goes to stderr, so that a command's result on stdout can be piped. In a run each rank
-also logs to a file, with a time on every line.
+with its rank, but only by rank 0 with ``extra=SAME_ON_ALL_RANKS``, for warnings that all ranks
+have. Everything goes to stderr, so that a command's result on stdout can be piped. In a run each
+rank also logs to a file, with a time on every line.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.files import is_permission_error, missing_permission
+from hpc_tune.files import describe_missing_permission, is_permission_error
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
@@ -23,8 +23,8 @@ _NOISY_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 # This advises packages that would be faster on a GPU; only rank 0 prints it.
 _ADVICE_LOGGERS = ("transformers.integrations.hub_kernels",)
-ON_ALL_RANKS = {"of_all": True}
-PLAIN_LINE_EVERY_S = 10.0
+SAME_ON_ALL_RANKS = {"of_all": True}
+PROGRESS_LINE_EVERY_S = 10.0
 
 
 class _RankFormatter(logging.Formatter):
@@ -76,7 +76,7 @@ def print_line(text: str) -> None:
 def warn_unreadable(path: Path, error: Exception) -> None:
     """Warn that an existing file counts as missing because it cannot be read."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
-        whose = missing_permission(path) if is_permission_error(error.errno) else ""
+        whose = describe_missing_permission(path) if is_permission_error(error.errno) else ""
         words = f"{error.strerror}: {whose}" if whose else error.strerror
         log.warning("%s cannot be read and counts as missing: %s", path, words)
 
@@ -138,7 +138,7 @@ class Progress:
         now_s = time.monotonic()
         if (
             self._printed_s > self._began_s
-            and now_s - self._printed_s < PLAIN_LINE_EVERY_S
+            and now_s - self._printed_s < PROGRESS_LINE_EVERY_S
             and done < self._total
         ):
             return

@@ -20,20 +20,24 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _OWN_NAME = "hpc_tune"
-_CORE = ("omegaconf", "pydantic", "torch")  # without one of these, this is a wrong environment
+_CORE_PACKAGES = (
+    "omegaconf",
+    "pydantic",
+    "torch",
+)  # without one of these, this is a wrong environment
 _PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
-def why_unusable(error: BaseException) -> str | None:
+def why_import_failed(error: BaseException) -> str | None:
     """Explain which package an import error is about and what to do; None for other errors."""
-    if not isinstance(error, ImportError) and not _is_while_importing(error):
+    if not isinstance(error, ImportError) and not _was_raised_in_import(error):
         return None
     package, file = _find_package(error)
     if package == _OWN_NAME:
         return None
     if file is None and isinstance(error, ModuleNotFoundError):
-        return _why_missing(package)
+        return _missing_module_advice(package)
     folder = Path(file).parent.parent if file else None
     found = next(
         (v for name, v in _list_installed(folder) if name == _normalize_name(package)), None
@@ -43,7 +47,7 @@ def why_unusable(error: BaseException) -> str | None:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
     needs = required_versions().get(_normalize_name(package))
-    if remedy := _mapping_remedy(lines[0]):
+    if remedy := _mmap_failure_remedy(lines[0]):
         return f"{text}. {remedy}"
     text += f"; expected {package}{needs}" if needs else ""
     return f"{text}. {_remedy(folder)}"
@@ -105,10 +109,10 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def _why_missing(module: str) -> str:
+def _missing_module_advice(module: str) -> str:
     """Return what to do about a missing module; it may be the wrong environment altogether."""
     package = _PACKAGE_NAMES.get(module, _normalize_name(module))
-    if any(importlib.util.find_spec(name) is None for name in _CORE):
+    if any(importlib.util.find_spec(name) is None for name in _CORE_PACKAGES):
         return (
             f"the Python at {sys.executable} has no module {module}; expected one in which "
             "hpc_tune is installed: activate that environment (source .venv/bin/activate), or "
@@ -120,7 +124,7 @@ def _why_missing(module: str) -> str:
     )
 
 
-def _is_while_importing(error: BaseException) -> bool:
+def _was_raised_in_import(error: BaseException) -> bool:
     """Return whether a module's top-level code was running; Python hides its import frames."""
     return any(
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
@@ -163,7 +167,7 @@ def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str
     return "Install the versions that docs/laptop.md names into this environment"
 
 
-def _mapping_remedy(problem: str) -> str | None:
+def _mmap_failure_remedy(problem: str) -> str | None:
     """Return what to do if the kernel refuses to map a library; its version is not the cause."""
     if "failed to map segment" not in problem and "Cannot allocate memory" not in problem:
         return None

@@ -13,17 +13,17 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import join_paths
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import warn_of_cut_documents
-from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, TextStyle, show_documents, show_prepared
+from hpc_tune.data.show import COLOR_STYLE, PLAIN_STYLE, TextStyle, show_documents, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import log
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.config_json import refuse_shape
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny_model
+from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
-from hpc_tune.train.exit import in_world
+from hpc_tune.train.data import make_folder, preparation_settings, prepare_file
+from hpc_tune.train.exit import join_world
 from hpc_tune.train.model import prepare_model_dir
-from hpc_tune.train.sources import SourceConfig, list_training_sources, name_in_errors
+from hpc_tune.train.sources import SourceConfig, list_training_sources, prefix_errors_with_source
 from hpc_tune.world.bootstrap import shutdown
 
 
@@ -39,8 +39,8 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             "sources itself, once, into data.cache"
         )
     path = data.path
-    with in_world(config.run, run_dir=None) as comm:
-        comm.on_rank_0("making the output folder", lambda: make_folder(folder))
+    with join_world(config.run, run_dir=None) as comm:
+        comm.run_on_rank_0("making the output folder", lambda: make_folder(folder))
         directory = prepare_model_dir(config.model.path, comm, folder)
         tokenizer = comm.run_and_agree(
             "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
@@ -64,12 +64,12 @@ def run_prepare(config: RunConfig, out: Path) -> int:
 
 def run_show(config: RunConfig, num_rows: int) -> int:
     """Print data.path, or each source, as the model will see it; write nothing to disk."""
-    look = COLOUR_STYLE if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_STYLE
-    refuse_shape(config.model.path)
+    look = COLOR_STYLE if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_STYLE
+    refuse_weightless_shape(config.model.path)
     for source in list_training_sources(config.data):
         if source.name:
             print(f"== {source.name}")
-        with name_in_errors(source):
+        with prefix_errors_with_source(source):
             tokenizer = _load_tokenizer(config.model.path, source.data.chat_template)
             for line in _preview_lines(source, tokenizer, config.tune.form, num_rows, look):
                 print(line)
@@ -83,7 +83,7 @@ def _preview_lines(
         store = TokenStore.open(join_paths(source.path))
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         return show_prepared(store, tokenizer, num_rows, look)
-    settings = prepare_settings(source.data, form=form)
+    settings = preparation_settings(source.data, form=form)
     return show_documents(source.path, tokenizer, settings, num_rows, look)
 
 
@@ -92,7 +92,7 @@ def _load_tokenizer(model_path: str, chat_template: str | None) -> Any:
         directory = Path(model_path)
         if model_path == BUILTIN_TINY:
             directory = Path(folder) / "builtin-tiny"
-            write_tiny(directory)
+            write_tiny_model(directory)
         tokenizer = load_tokenizer(directory, chat_template)
     tokenizer.name_or_path = model_path
     return tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-_MERGE = "tag:yaml.org,2002:merge"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 _MAX_VALUES, _MAX_LEVELS = 100_000, 30
-_NOT_FOR_SETTINGS = ("binary", "set", "omap", "pairs")  # neither text, number, list nor mapping
+_REFUSED_TAGS = ("binary", "set", "omap", "pairs")  # neither text, number, list nor mapping
 # Raised by constructors of the safe loader for a value that does not fit its tag.
-_MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_CONSTRUCTOR_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Loader(yaml.SafeLoader):
@@ -22,7 +22,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = set()
         for key, _ in node.value:
-            if (key.tag, str(key.value)) in keys and key.tag != _MERGE:
+            if (key.tag, str(key.value)) in keys and key.tag != _MERGE_TAG:
                 problem = f"duplicate key {key.value}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             keys.add((key.tag, str(key.value)))
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_constructors = {
     tag: construct
     for tag, construct in yaml.SafeLoader.yaml_constructors.items()
-    if str(tag).rpartition(":")[2] not in _NOT_FOR_SETTINGS
+    if str(tag).rpartition(":")[2] not in _REFUSED_TAGS
 }
 
 
@@ -84,5 +84,5 @@ def load_yaml(text: str, as_text: bool = False) -> Any:
         raise ValueError(str(error).splitlines()[0]) from None
     except RecursionError:
         raise ValueError(f"nested in more than {_MAX_LEVELS} levels") from None
-    except _MISFITS as error:
+    except _CONSTRUCTOR_ERRORS as error:
         raise ValueError(f"a value does not fit its type ({error})") from None

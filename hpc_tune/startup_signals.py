@@ -24,11 +24,11 @@ def exit_on_signals(prints: bool = True) -> None:
         os._exit(_EXIT_INTERRUPTED if number == signal.SIGINT else _EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:
-        if not is_hup_ignored(number):
+        if not is_ignored_sighup(number):
             signal.signal(number, leave)
 
 
-def is_hup_ignored(number: int) -> bool:
+def is_ignored_sighup(number: int) -> bool:
     """Return whether the process was started to ignore SIGHUP, as nohup does."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 

@@ -25,43 +25,45 @@ from types import FrameType
 from typing import Any, Literal
 
 from hpc_tune.cluster.launchers import why_command_failed
-from hpc_tune.cluster.nodes import JobNodes, LauncherLines, find_lost_hosts
-from hpc_tune.cluster.schedulers import find_job, find_job_end, leave_before_s
+from hpc_tune.cluster.nodes import JobNodes, LauncherOutputParser, find_lost_hosts
+from hpc_tune.cluster.schedulers import find_job, find_job_end_s, leave_before_s
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.load import mask_secrets
 from hpc_tune.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_RESUMABLE,
-    EXIT_USER,
+    EXIT_USER_ERROR,
     CheckpointError,
     ConfigError,
     find_remedy,
 )
 from hpc_tune.log import log, warn_unreadable
 from hpc_tune.rundir import facts, outcome, owner
-from hpc_tune.rundir.json_lines import STARTS
+from hpc_tune.rundir.json_lines import STARTS_FILE
 from hpc_tune.rundir.outcome import run_report_command
 
 MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for lack of memory, the next start takes one more of the governor's actions.
 MAX_MEMORY_RESTARTS = 8
 MAX_REQUEUES = 3  # in a row without a newer checkpoint
-MIN_LEFT_S = 120.0  # with less time left, a start is not worth it
+MIN_JOB_TIME_LEFT_S = 120.0  # with less time left, a start is not worth it
 # How long a launcher may keep running after outcome.json is written. After a failure ranks end
 # sooner, while srun waits for minutes for the ranks of a lost node.
-_LINGER_S, _LINGER_FAILED_S = 60.0, 15.0
+_LINGER_S, _FAILED_LAUNCHER_LINGER_S = 60.0, 15.0
 # Ranks may outlive a killed launcher, and a shared file system may show files late.
-_SETTLE_S = 5.0
+_OUTCOME_WAIT_S = 5.0
 # How long before the end of the job the ranks are asked to stop, if no scheduler has done it and
 # the script sets no other time. A run that needs longer to save stops earlier by itself.
-_ASK_S = 60.0
-_CLOSE_S = 15.0  # this long before the end of the job, ranks are killed, to requeue in time
+_ASK_TO_STOP_BEFORE_END_S = 60.0
+_KILL_BEFORE_END_S = (
+    15.0  # this long before the end of the job, ranks are killed, to requeue in time
+)
 _POLL_S = 0.2
-_READ_S = 2.0  # to read the last output of a launcher
-_SCHEDULER_S = 30.0
+_LAST_OUTPUT_WAIT_S = 2.0  # to read the last output of a launcher
+_REQUEUE_LIMIT_S = 30.0
 _PREEMPTED = "preemption"
-_SENT_BY_LAUNCHER = " to the ranks alone"
+_SENT_BY_LAUNCHER_SUFFIX = " to the ranks alone"
 _REFUSED = "refused"  # before the run directory was locked
 # Exit codes after a signal: while the ranks import, or before their first line of Python, as
 # reported for a child process or by a shell.
@@ -101,35 +103,35 @@ def decide_next(
     left_s: float | None,
     can_requeue: bool,
     spares: int = 0,
-    too_few: str | None = None,
+    why_too_few_nodes: str | None = None,
 ) -> tuple[NextStep, str]:
     """Return what to do after the last of ``starts``, and why.
 
     ``left_s`` is the time left to the job, None without a limit. ``spares``: the number of spare
-    nodes that the job had; ``too_few``: why it cannot continue with the remaining nodes.
+    nodes that the job had; ``why_too_few_nodes``: why it cannot continue with the remaining nodes.
     """
     last = starts[-1]
     if last.status == "done":
         return "done", "all steps are done"
-    if last.exit_code == EXIT_USER and last.missing and can_requeue:
+    if last.exit_code == EXIT_USER_ERROR and last.missing and can_requeue:
         return "requeue", f"cannot run on {last.missing} fewer nodes: {last.reason}"
-    if last.exit_code == EXIT_USER:
+    if last.exit_code == EXIT_USER_ERROR:
         return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_OUTSIDE_SIGNALS):
         return "give up", f"it was asked to stop ({last.reason})"
     barren = _starts_without_progress(starts)
     # An error that the user must fix is not a crash, such as a run directory that is in use.
     failed = [start for start in barren if start.status == "failed" and not start.asked]
-    crashes = sum(start.exit_code != EXIT_USER and not start.lost_nodes for start in failed)
+    crashes = sum(start.exit_code != EXIT_USER_ERROR and not start.lost_nodes for start in failed)
     # Each spare node may have replaced a faulty one, so it allows one more crash.
     if crashes >= MAX_CRASHES + spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(barren) >= MAX_MEMORY_RESTARTS:
         return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
-    if not last.asked and (left_s is None or left_s > MIN_LEFT_S):
-        if too_few is None:
+    if not last.asked and (left_s is None or left_s > MIN_JOB_TIME_LEFT_S):
+        if why_too_few_nodes is None:
             return "again", last.reason
-        return "requeue" if can_requeue else "give up", too_few
+        return "requeue" if can_requeue else "give up", why_too_few_nodes
     if not can_requeue:
         return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
@@ -152,7 +154,7 @@ def find_ending(
     They are what its ranks ``told``, or else follow from the launcher's exit code. ``accuses``: the
     launcher names nodes that are lost or whose ranks have died.
     """
-    if code == EXIT_USER and told.get("exit_code") != EXIT_USER:
+    if code == EXIT_USER_ERROR and told.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
@@ -195,8 +197,8 @@ class Supervisor:
         self._job = job = find_job(environ)
         if job is not None and not self._requeue:
             self._requeue = list(job.scheduler.requeue_command(job.id))
-        self._end_s = find_job_end(environ, ask=True)
-        self._leave_before_s = leave_before_s(environ, _ASK_S)
+        self._end_s = find_job_end_s(environ, asks_scheduler=True)
+        self._leave_before_s = leave_before_s(environ, _ASK_TO_STOP_BEFORE_END_S)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._stop_signal: int | None = None
 
@@ -219,13 +221,13 @@ class Supervisor:
         starts = _read_starts(self._run_dir)
         lost = _read_unfinished_start(self._run_dir)
         while True:
-            if lost is not None and owner.has_ended(self._run_dir):
+            if lost is not None and owner.has_run_ended(self._run_dir):
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             start = self._run_once()
             if start.status == _REFUSED:
                 log.error("given up: %s. Nothing was changed", start.reason)
-                return EXIT_USER
+                return EXIT_USER_ERROR
             if lost is not None:  # only now is it certain that the lost start had ended
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
@@ -248,7 +250,7 @@ class Supervisor:
     def _decide_next(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
         if self._end_s is not None:  # until a minute after the ranks would be asked to stop
-            left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_S)
+            left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_TO_STOP_BEFORE_END_S)
         nodes = self._nodes
         return decide_next(starts, left_s, bool(self._requeue), nodes.spares, nodes.why_too_few())
 
@@ -268,7 +270,7 @@ class Supervisor:
 
     def _run_once(self) -> StartRecord:
         """Run the ranks once, and return how the start ended."""
-        before, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
+        old_stamp, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
         command, without = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
@@ -277,19 +279,19 @@ class Supervisor:
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
         known = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
-        if owner.has_ended(self._run_dir):  # otherwise this start will be refused
+        if owner.has_run_ended(self._run_dir):  # otherwise this start will be refused
             owner.note_start(self._run_dir, from_step=from_step, job=job_id, **known)
             try:
-                code, lines = self._launch(command.environment, before)
+                code, lines = self._launch(command.environment, old_stamp)
             finally:
                 owner.forget_start(self._run_dir)
         else:
-            code, lines = self._launch(command.environment, before)
+            code, lines = self._launch(command.environment, old_stamp)
         # A node on which Python is not found also exits with this code.
-        may_be_sick = code == EXIT_USER and _outcome_stamp(self._run_dir) == before
+        may_be_sick = code == EXIT_USER_ERROR and _outcome_stamp(self._run_dir) == old_stamp
         if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
-        told = self._read_new_outcome(before)
+        told = self._read_new_outcome(old_stamp)
         accuses = bool(lines.find_suspects(False))
         status, reason, exit_code, error = find_ending(told, self._argv[0], code, accuses)
         if status == _REFUSED and (user := owner.find_owner(self._run_dir)) is not None:
@@ -304,27 +306,27 @@ class Supervisor:
         start = StartRecord(from_step, newest, status, reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
         start = replace(start, lost_nodes=lost, error=error)
-        has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER)
+        has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER_SUFFIX)
         if (
             lost
             or not has_failed
             or asked
-            or exit_code == EXIT_USER
+            or exit_code == EXIT_USER_ERROR
             or self._stop_signal is not None
         ):
             return start
         return replace(start, lost_nodes=self._exclude_suspects(start, told, lines))
 
-    def _read_new_outcome(self, before: object) -> dict[str, Any]:
+    def _read_new_outcome(self, old_stamp: object) -> dict[str, Any]:
         """Return the outcome that the ranks have written, empty if they have not."""
-        until_s = time.time() + _SETTLE_S
-        while _outcome_stamp(self._run_dir) == before and time.time() < until_s:
+        until_s = time.time() + _OUTCOME_WAIT_S
+        while _outcome_stamp(self._run_dir) == old_stamp and time.time() < until_s:
             time.sleep(_POLL_S)
-        is_new = _outcome_stamp(self._run_dir) != before
+        is_new = _outcome_stamp(self._run_dir) != old_stamp
         return (outcome.read_outcome(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
-        self, start: StartRecord, told: Mapping[str, Any], lines: LauncherLines
+        self, start: StartRecord, told: Mapping[str, Any], lines: LauncherOutputParser
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
         has_report = "exit_code" in told
@@ -336,25 +338,27 @@ class Supervisor:
         certain = lines.find_certain_suspects(has_report)
         return self._exclude_nodes(start.nodes, accused, progressed, has_cause, certain)
 
-    def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
+    def _launch(
+        self, added_environment: Mapping[str, str], old_stamp: object
+    ) -> tuple[int, LauncherOutputParser]:
         """Run the launcher to its end; return its exit code, and its messages about nodes."""
-        lines = LauncherLines()
+        lines = LauncherOutputParser()
         # In its own session, so that it can be killed as a whole; a terminal's Ctrl-C comes only
         # to this process.
         self._launcher = subprocess.Popen(
             self._argv,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if self._nodes.can_choose_nodes else None,
-            env={**os.environ, **added},
+            env={**os.environ, **added_environment},
             start_new_session=True,
-            preexec_fn=_stop_with_parent(),
+            preexec_fn=_make_parent_death_hook(),
         )
         reader = lines.copy(self._launcher.stderr) if self._launcher.stderr is not None else None
         if self._stop_signal is not None:
-            self._forward()  # the signal came before the launcher was running
-        code = self._wait_for_launcher(self._launcher, before)
+            self._ask_ranks_to_stop()  # the signal came before the launcher was running
+        code = self._wait_for_launcher(self._launcher, old_stamp)
         if reader is not None:
-            reader.join(_READ_S)
+            reader.join(_LAST_OUTPUT_WAIT_S)
         self._nodes.end_steps()
         return code, lines
 
@@ -368,9 +372,11 @@ class Supervisor:
     ) -> bool:
         """Leave out the ``nodes`` that are lost or accused; return whether only they are to blame.
 
-        See ``JobNodes.exclude_faulty``.
+        See ``JobNodes.exclude_faulty_nodes``.
         """
-        found, lost = self._nodes.exclude_faulty(nodes, accused, progressed, has_cause, certain)
+        found, lost = self._nodes.exclude_faulty_nodes(
+            nodes, accused, progressed, has_cause, certain
+        )
         facts.report_excluded_nodes(self._run_dir, found)
         return lost
 
@@ -385,23 +391,23 @@ class Supervisor:
         if status != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; no user sent it.
-        return f"{reason}{_SENT_BY_LAUNCHER}" if reason in _OUTSIDE_SIGNALS else reason
+        return f"{reason}{_SENT_BY_LAUNCHER_SUFFIX}" if reason in _OUTSIDE_SIGNALS else reason
 
-    def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", before: object) -> int:
+    def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", old_stamp: object) -> int:
         """Wait for the launcher, but for a limited time once outcome.json is written."""
         ended_s = None
         while (code := child.poll()) is None:
             time.sleep(_POLL_S)
             now_s = time.time()
             # None: a starting run has removed the last outcome.json.
-            if ended_s is None and _outcome_stamp(self._run_dir) not in (None, before):
+            if ended_s is None and _outcome_stamp(self._run_dir) not in (None, old_stamp):
                 ended_s = now_s
             left_s = None if self._end_s is None else self._end_s - now_s
             if left_s is not None and left_s < self._leave_before_s and self._stop_signal is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
-            lingers = ended_s is not None and now_s - ended_s > self._linger_s()
-            is_over = left_s is not None and left_s < _CLOSE_S
+            lingers = ended_s is not None and now_s - ended_s > self._launcher_linger_s()
+            is_over = left_s is not None and left_s < _KILL_BEFORE_END_S
             if lingers or is_over:
                 why = "the job's time limit is reached" if is_over else "its ranks have exited"
                 log.warning("killed %s: %s", self._argv[0], why)
@@ -410,28 +416,28 @@ class Supervisor:
                 return child.wait()
         return code
 
-    def _linger_s(self) -> float:
+    def _launcher_linger_s(self) -> float:
         has_failed = (outcome.read_outcome(self._run_dir) or {}).get("status") == "failed"
-        return min(_LINGER_S, _LINGER_FAILED_S) if has_failed else _LINGER_S
+        return min(_LINGER_S, _FAILED_LAUNCHER_LINGER_S) if has_failed else _LINGER_S
 
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         self._stop_signal = number
-        self._forward()
+        self._ask_ranks_to_stop()
 
-    def _forward(self) -> None:
+    def _ask_ranks_to_stop(self) -> None:
         """Ask the ranks to save and stop, by SIGUSR1, which every launcher forwards to them."""
         if self._launcher is not None and self._launcher.poll() is None:
             self._launcher.send_signal(signal.SIGUSR1)
 
     def _requeue_job(self) -> int:
         try:
-            subprocess.run(self._requeue, check=True, timeout=_SCHEDULER_S)
+            subprocess.run(self._requeue, check=True, timeout=_REQUEUE_LIMIT_S)
         except (OSError, subprocess.SubprocessError) as error:
             log.error("the job cannot be requeued (%s): submit it again", why_command_failed(error))
         return EXIT_RESUMABLE
 
 
-def _stop_with_parent() -> Callable[[], object]:
+def _make_parent_death_hook() -> Callable[[], object]:
     """Return a function that makes the kernel send SIGUSR1 to the launcher if this process dies.
 
     The ranks then save and stop; otherwise they would continue unsupervised.
@@ -458,11 +464,13 @@ def _newest_step(run_dir: Path) -> int:
 def _read_starts(run_dir: Path) -> list[StartRecord]:
     starts = []
     try:
-        for line in (run_dir / STARTS).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            (run_dir / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             with contextlib.suppress(ValueError, TypeError):
                 starts.append(StartRecord(**json.loads(line)))
     except OSError as error:
-        warn_unreadable(run_dir / STARTS, error)
+        warn_unreadable(run_dir / STARTS_FILE, error)
     return starts
 
 
@@ -490,11 +498,11 @@ def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
 def _append_start(run_dir: Path, start: StartRecord) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / STARTS).open("a", encoding="utf-8") as file:
+        with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
         log.warning(
             "%s cannot be written (%s): this start will not be counted by later jobs",
-            STARTS,
+            STARTS_FILE,
             f"{error}{find_remedy(error)}",
         )

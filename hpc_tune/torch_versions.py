@@ -26,7 +26,7 @@ _RELEASE = parse_release(torch.__version__)
 TESTED_RELEASES = ((2, 9), (2, 14))  # the oldest and the newest on which runs were compared
 
 grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-GROUPED_MM_ANY_ADDRESS = _RELEASE >= (2, 11)
+GROUPED_MM_TAKES_ANY_ADDRESS = _RELEASE >= (2, 11)
 _VARLEN_HAS_WINDOWS = _RELEASE >= (2, 11)
 _VARLEN_HAS_GQA = _RELEASE >= (2, 12)
 _FSDP_TAKES_INTEGERS = _RELEASE >= (2, 13)
@@ -45,22 +45,22 @@ def varlen_attention(
     value_SKD: torch.Tensor,
     documents: tuple[Any, Any, int, int],
     scale: float | None,
-    before: int,
+    window_left: int,
 ) -> torch.Tensor:
     """Return causal attention within documents by torch's FlashAttention kernel, as SHD.
 
     ``documents``: cumulative lengths of queries and of keys (N + 1 values each), and the most
     queries and keys of a document. The last query of a document is aligned with its last key. Each
-    token attends to itself and the ``before`` tokens before it, or to all before it if -1.
+    token attends to itself and the ``window_left`` tokens before it, or to all before it if -1.
     """
     if not _VARLEN_HAS_WINDOWS:
         out_SHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
             *(query_SHD, key_SKD, value_SKD, *documents),
             dropout_p=0.0,
-            is_causal=before == -1,
+            is_causal=window_left == -1,
             return_debug_mask=False,
             scale=scale,
-            window_size_left=before,
+            window_size_left=window_left,
             window_size_right=0,
         )[0]
         return out_SHD
@@ -71,13 +71,13 @@ def varlen_attention(
     out_SHD = kernel(
         *(query_SHD, key_SKD, value_SKD, *documents),
         scale=scale,
-        window_size=(before, 0),
+        window_size=(window_left, 0),
         **options,
     )
     return out_SHD
 
 
-def untested_warning() -> str | None:
+def untested_torch_warning() -> str | None:
     """Return a warning if this torch is older or newer than the tested releases."""
     oldest, newest = TESTED_RELEASES
     if oldest <= _RELEASE <= newest:

@@ -63,7 +63,7 @@ class EventFile:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._append(Event(step=step, summary=Summary(value=values)))
 
-    def describe(self, step: int, markdown: str) -> None:
+    def write_text(self, step: int, markdown: str) -> None:
         """Append a text for TensorBoard's Text tab."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -90,12 +90,12 @@ class EventFile:
 # -- The trackers.
 
 
-PROJECT = "hpc_tune"  # default name of the project or experiment that groups runs
+DEFAULT_PROJECT = "hpc_tune"  # default name of the project or experiment that groups runs
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
-_TIMEOUT_S = 60.0  # for W&B to start, and at the end to send remaining data
-_MLFLOW_PARAMS = 50  # per call; servers accept up to 100
+_WANDB_TIMEOUT_S = 60.0  # for W&B to start, and at the end to send remaining data
+_MLFLOW_PARAMS_PER_CALL = 50  # per call; servers accept up to 100
 _URL_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ in a URL
-_MLFLOW_VALUE = 5000  # characters of a parameter or tag
+_MLFLOW_MAX_VALUE_CHARS = 5000  # characters of a parameter or tag
 
 
 class Tracker(Protocol):
@@ -184,7 +184,7 @@ class Trackers:
         try:
             self._open[name] = make()
         except Exception as error:
-            _report(name, "cannot be opened", error)
+            _warn_of_failure(name, "cannot be opened", error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the values of one step to all trackers."""
@@ -193,7 +193,7 @@ class Trackers:
                 tracker.write(step, scalars)
             except Exception as error:
                 del self._open[name]
-                _report(name, "fails", error)
+                _warn_of_failure(name, "fails", error)
                 with contextlib.suppress(Exception):
                     tracker.close()
 
@@ -204,7 +204,7 @@ class Trackers:
             try:
                 tracker.close()
             except Exception as error:
-                _report(name, "may lack the last metrics", error)
+                _warn_of_failure(name, "may lack the last metrics", error)
 
 
 class Wandb:
@@ -215,7 +215,7 @@ class Wandb:
 
         mode = os.environ.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
             dir=facts.dir,
             id=_read_or_make_id(facts.dir / "wandb", lambda: secrets.token_hex(4)),
             resume=None if mode == "offline" else "allow",
@@ -225,7 +225,10 @@ class Wandb:
             config=facts.settings | {"git_commit": facts.commit},
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
-                init_timeout=_TIMEOUT_S, finish_timeout=_TIMEOUT_S, console="off", silent=True
+                init_timeout=_WANDB_TIMEOUT_S,
+                finish_timeout=_WANDB_TIMEOUT_S,
+                console="off",
+                silent=True,
             ),
         )
         # Errors of writing its log file, as on a full disk, would be printed as tracebacks.
@@ -258,23 +261,23 @@ class Mlflow:
         self._metric, folder = Metric, facts.dir / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        self._run_id = _read_or_make_id(folder, lambda: self._begin(facts))
+        self._run_id = _read_or_make_id(folder, lambda: self._create_run(facts))
         for name, value in _mlflow_tags(facts).items():
-            self._client.set_tag(self._run_id, name, value[:_MLFLOW_VALUE])
+            self._client.set_tag(self._run_id, name, value[:_MLFLOW_MAX_VALUE_CHARS])
         self._client.update_run(self._run_id, status="RUNNING", name=facts.name)
 
-    def _begin(self, facts: RunFacts) -> str:
+    def _create_run(self, facts: RunFacts) -> str:
         """Create the run and return its id; its parameters cannot be changed later."""
         from mlflow.entities import Param
 
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", DEFAULT_PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run_id: str = self._client.create_run(id_, run_name=facts.name).info.run_id
         items = flatten(facts.settings).items()
-        params = [Param(key, str(value)[:_MLFLOW_VALUE]) for key, value in items]
-        for start in range(0, len(params), _MLFLOW_PARAMS):
-            self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS])
+        params = [Param(key, str(value)[:_MLFLOW_MAX_VALUE_CHARS]) for key, value in items]
+        for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
+            self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
         return run_id
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -304,7 +307,7 @@ def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
         for name, text in (
             ("mlflow.note.content", facts.notes),
             ("mlflow.source.git.commit", facts.commit),
-            ("mlflow.source.name", PROJECT),
+            ("mlflow.source.name", DEFAULT_PROJECT),
         )
         if text
     }
@@ -323,7 +326,7 @@ class Trackio:
 
             self._finish = trackio.finish
             self._run: Any = trackio.init(
-                os.environ.get("TRACKIO_PROJECT", PROJECT),
+                os.environ.get("TRACKIO_PROJECT", DEFAULT_PROJECT),
                 name=facts.name,
                 resume="allow" if facts.start_step else "never",
                 config=_trackio_config(facts),
@@ -351,7 +354,7 @@ def _open_tensorboard(facts: RunFacts) -> Tracker:
     file = EventFile(facts.dir / "tensorboard", facts.start_step)
     about = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
     rows = about | {"git commit": facts.commit} | flatten(facts.settings)
-    file.describe(
+    file.write_text(
         facts.start_step,
         "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),
     )
@@ -375,7 +378,7 @@ def _read_or_make_id(folder: Path, make: Callable[[], str]) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-def _report(name: str, what: str, error: Exception) -> None:
+def _warn_of_failure(name: str, what: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     reason = _URL_LOGIN.sub("//", reason)
     log.warning("tracker %s %s, and the run continues without it: %s", name, what, reason)

@@ -11,8 +11,8 @@ _BYTE_FACTORS = {
     **{p: 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SECOND_FACTORS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_MIN_MEMORY = 10**6
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
+_MIN_MEMORY_BYTES = 10**6
+_CLOCK_PATTERN = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -35,7 +35,7 @@ def parse_memory(text: str | int) -> int:
         ValueError: if the text is not a size, or too small for any machine.
     """
     num_bytes = parse_bytes(text)
-    if 0 < num_bytes < _MIN_MEMORY:
+    if 0 < num_bytes < _MIN_MEMORY_BYTES:
         raise ValueError(
             f"{text} is {num_bytes} bytes of memory, less than any run takes; write its unit, such "
             "as 64GiB"
@@ -49,7 +49,7 @@ def parse_seconds(text: str | int | float) -> float:
     Raises:
         ValueError: if the text is not a duration.
     """
-    clock = _CLOCK.fullmatch(str(text).strip())
+    clock = _CLOCK_PATTERN.fullmatch(str(text).strip())
     if clock:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

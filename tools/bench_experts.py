@@ -35,9 +35,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.base import autocast
-from hpc_tune.model.adapters import make_lora_config, resolve_targets, without_target_conversion
+from hpc_tune.model.adapters import keep_peft_target_names, make_lora_config, resolve_targets
 from hpc_tune.model.build import DTYPES, build
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 
@@ -171,7 +171,7 @@ def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
         folder, dtype=torch.float32 if is_full else dtype
     )
     if not is_full:
-        with without_target_conversion():
+        with keep_peft_target_names():
             stock = get_peft_model(stock, make_lora_config(tune, resolve_targets(stock, tune)))
 
     def loss(tokens: Any) -> torch.Tensor:
@@ -185,7 +185,7 @@ def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
 
 def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     built = build(folder, dtype, tune, 0)
-    use_own_layers(built.module, list(find_blocks(built.module)), False, dtype, CPU)
+    use_faster_layers(built.module, list(find_blocks(built.module)), False, dtype, CPU)
     allocate(built.module, CPU)
     load_weights(built)
 

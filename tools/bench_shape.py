@@ -13,7 +13,7 @@ from typing import Any
 
 from bench_watch import RUN_LIMIT_S, WARM, ceiling_of, launch, watched
 
-from hpc_tune.memory.host import find_limit
+from hpc_tune.memory.host import find_host_limit
 
 TOOLS = Path(__file__).resolve().parent
 METHOD = ["tune.method=lora", "tune.rank=16", "tune.alpha=32"]
@@ -77,7 +77,7 @@ def planned_bytes(words: list[str], ranks: int, device_total: int | None) -> int
         return None
     plan = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--gpus-per-node", str(ranks)]
     plan += ["--device-memory", str(device_total)]
-    plan += ["--host-memory", str(find_limit().num_bytes), *words]
+    plan += ["--host-memory", str(find_host_limit().num_bytes), *words]
     done = subprocess.run(plan, capture_output=True, text=True, timeout=RUN_LIMIT_S)
     if not done.stdout:
         raise SystemExit(f"{' '.join(plan)}\n{done.stderr}")

@@ -25,8 +25,8 @@ from hpc_tune.engine.base import EngineSettings, StepResult, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.config_json import ShapeIndex, shape_directory
+from hpc_tune.model.build import build, resolve_dtype
+from hpc_tune.model.config_json import ShapeIndex, resolve_model_directory
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import max_micro_rows, resolve
 from hpc_tune.step.layout import Layout
@@ -111,8 +111,8 @@ class Steps:
 def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     """Make the engine; each row is one document. Collective."""
     device = comm.device
-    dtype = compute_dtype(config.model.dtype, device)
-    directory = shape_directory(config.model.path)
+    dtype = resolve_dtype(config.model.dtype, device)
+    directory = resolve_model_directory(config.model.path)
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
     size = measure(built.module)
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 60
@@ -126,7 +126,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     engine = NativeEngine(replace(built, index=index), settings)
     index.forget()
     rows, length = max_micro_rows(config.batch, layout), config.data.seq_len
-    num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
+    num_micro = math.ceil(config.batch.global_size / (layout.data_parallel_size * rows))
     generator = torch.Generator().manual_seed(comm.world.rank)
     tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)
     positions_BT = torch.arange(length).expand(rows, length).contiguous()
@@ -134,7 +134,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     batch = Batch(
         *(tokens_BT, tokens_BT, positions_BT, *counts), document_lengths=[[length]] * rows
     )
-    num_tokens = num_micro * rows * length * layout.data_size
+    num_tokens = num_micro * rows * length * layout.data_parallel_size
     flops = flops_per_token(size, built.config, length)
     return Steps(engine, size, layout, dtype, flops, batch, num_micro, num_tokens)
 

@@ -29,7 +29,7 @@ from bench_watch import (
 )
 
 from hpc_tune.data.chunks import list_pydocs_modules, read_pydocs_module
-from hpc_tune.data.raw_files import is_array, line_number, read_array, read_lines
+from hpc_tune.data.raw_files import is_json_array, line_number, read_json_array, read_json_lines
 from hpc_tune.data.records import WrongRecord
 from hpc_tune.errors import DataError
 
@@ -287,8 +287,8 @@ def read_records(path: Path | None) -> list[Any]:
             pair for module in list_pydocs_modules(False) for pair in read_pydocs_module(module)
         ]
         return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
-    in_array = is_array(path)
-    rows = read_array(path) if in_array else read_lines(path, 0, path.stat().st_size)
+    in_array = is_json_array(path)
+    rows = read_json_array(path) if in_array else read_json_lines(path, 0, path.stat().st_size)
     records = []
     for position, value in rows:
         if not isinstance(value, dict):

@@ -26,7 +26,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.balance import find_router_modules
 from hpc_tune.model.build import build
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 
 SHAPE = {
@@ -95,7 +95,7 @@ def _row(folder: Path, num_tokens: int) -> str:
     ]
     built = build(folder, torch.bfloat16, TuneConfig(), 0)
     cpu = torch.device("cpu")
-    use_own_layers(built.module, list(find_blocks(built.module)), False, torch.bfloat16, cpu)
+    use_faster_layers(built.module, list(find_blocks(built.module)), False, torch.bfloat16, cpu)
     allocate(built.module, cpu)
     load_weights(built)
 

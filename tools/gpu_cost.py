@@ -35,7 +35,7 @@ from gpu_cards import CARDS, FLASH_3, LEAST_US, THIN_SHARE, Card, matmul_rate  #
 from gpu_fusion import joined  # noqa: E402
 from gpu_kernels import FusedRMSNorm, Kernel, Recorder, Steps  # noqa: E402
 
-from hpc_tune.batch import full_batch  # noqa: E402
+from hpc_tune.batch import costliest_batch  # noqa: E402
 from hpc_tune.config.load import load_config  # noqa: E402
 from hpc_tune.engine import counted_collectives, expert_parallel, native  # noqa: E402
 from hpc_tune.engine.base import EngineSettings, train_step  # noqa: E402
@@ -43,7 +43,7 @@ from hpc_tune.engine.native import NativeEngine  # noqa: E402
 from hpc_tune.errors import HpcTuneError  # noqa: E402
 from hpc_tune.model import float8, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
-from hpc_tune.model.config_json import shape_directory  # noqa: E402
+from hpc_tune.model.config_json import resolve_model_directory  # noqa: E402
 from hpc_tune.model.loss import LogitsKernels, write_exponentials_fusible  # noqa: E402
 from hpc_tune.plan.trace import _fake_world, make_fake_mesh  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
@@ -118,7 +118,9 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     axes = [getattr(parallel, axis) for axis in AXES]
     layout = Layout(*(axis if isinstance(axis, int) else 1 for axis in axes))
     rows = config.batch.micro_size if isinstance(config.batch.micro_size, int) else 1
-    built = build(shape_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False)
+    built = build(
+        resolve_model_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False
+    )
     trials: Any = varlen_attention
     trials.varlen_kernel_fault = lambda *_, **__: ""  # the real check computes
     trials = float8
@@ -126,7 +128,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
     device = torch.device("cuda", 0)
-    batch = full_batch(rows, config.data.seq_len)
+    batch = costliest_batch(rows, config.data.seq_len)
     with _fake_world(layout.size - 1, layout.size), fake_cuda() as watch:
         plan = StepPlan.for_model(built, layout, parallel)
         engine = _engine(built, EngineSettings(plan, device, config.optim, config.train))

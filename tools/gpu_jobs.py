@@ -146,7 +146,7 @@ def train(job: Job, folder: Path) -> int:
 
     config = load_config(None, [*job.settings, f"run.dir={run_dir}"])
     on_host = bool(job.taken or job.levels)
-    return run(config, faults=Faults(level=level, moves_on_host=on_host))
+    return run(config, faults=Faults(level=level, offloads_without_gpu=on_host))
 
 
 def main() -> None:

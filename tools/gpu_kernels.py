@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
             Kernel(
                 name,
                 kind,
-                _dtype_of(args, out),
+                _dtype_and_determinism(args, out),
                 self._flops(func, name, args, kwargs, out),
                 reads,
                 writes,
@@ -322,7 +322,7 @@ def _is_fusible(func: Any, name: str, in_block: bool) -> bool:
     return not is_large and not name.startswith(_FUSIBLE_NOT)
 
 
-def _dtype_of(args: Any, out: Any) -> torch.dtype:
+def _dtype_and_determinism(args: Any, out: Any) -> torch.dtype:
     tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_cuda]
     floats = [t.dtype for t in tensors if t.is_floating_point() and t.dim() >= 2]
     made = [t.dtype for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

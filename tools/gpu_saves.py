@@ -18,7 +18,7 @@ from gpu_task import Task
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
 # 0.3B values: a checkpoint of 3.7 GB.
@@ -34,7 +34,7 @@ def main() -> None:
     """Measure saves in whole runs, then MOVE_OPTIMIZER."""
     task = Task.of_arguments()
     model = task.work / "model"
-    write_tiny(model)
+    write_tiny_model(model)
     if task.on_gpu:
         _make_larger(model)
     seq_len = 1024 if task.on_gpu else 64
@@ -99,13 +99,13 @@ def _tell_saves(task: Task, common: tuple[str, ...]) -> None:
 def _tell_lever(task: Task, settings: list[str]) -> None:
     config = load_config(None, settings)
     comm = bootstrap(config.run)
-    steps = prepare(config, comm, Faults(moves_on_host=not task.on_gpu))
+    steps = prepare(config, comm, Faults(offloads_without_gpu=not task.on_gpu))
     device = torch.device(task.device)
     lever = steps.engine.levers[Action.MOVE_OPTIMIZER]
     before_s, before = _step_s(steps, config, device), _allocated(task)
-    words, there_s = _pulled(task, lever.set_level, 1)
+    words, there_s = _pulled(task, lever.apply_times, 1)
     moved_s, moved = _step_s(steps, config, device), _allocated(task)
-    back_words, back_s = _pulled(task, lever.set_level, 0)
+    back_words, back_s = _pulled(task, lever.apply_times, 0)
     after_s, after = _step_s(steps, config, device), _allocated(task)
     moments = 2 * steps.size.trained_bytes
     wrong = []

@@ -19,8 +19,8 @@ from bench_watch import WARM
 from gpu_task import Task
 
 from hpc_tune.config.load import load_config
-from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.config_json import shape_directory
+from hpc_tune.model.builtin import write_tiny_model
+from hpc_tune.model.config_json import resolve_model_directory
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
@@ -33,10 +33,10 @@ def config_of(task: Task, shape: str, num_blocks: int | None = None) -> Path:
 
     ``num_blocks``: change it to this many decoder blocks.
     """
-    directory = shape_directory(shape)
+    directory = resolve_model_directory(shape)
     if not task.on_gpu:
         directory = task.work / "tiny"
-        write_tiny(directory)
+        write_tiny_model(directory)
     if num_blocks is None:
         return directory
     fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))

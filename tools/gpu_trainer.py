@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_task import Task
 
-from hpc_tune.model.builtin import SHAPE
+from hpc_tune.model.builtin import TINY_CONFIG
 
 TOOLS = Path(__file__).resolve().parent
 SHAPES = TOOLS.parent / "hpc_tune" / "shapes"
@@ -26,7 +26,7 @@ def main() -> int:
         model = task.work / "toy"
         model.mkdir()
         (model / "config.json").write_text(
-            json.dumps({"model_type": "llama", **SHAPE}), encoding="utf-8"
+            json.dumps({"model_type": "llama", **TINY_CONFIG}), encoding="utf-8"
         )
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     draw = random.Random(0)

@@ -28,16 +28,16 @@ from matrix_ranks import LENGTHS, LR, RANKS, ROWS_PER_LAUNCH, SEED, STEPS, docum
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.model.adapters import resolve_targets, without_target_conversion
+from hpc_tune.model.adapters import keep_peft_target_names, resolve_targets
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.experts import find_routers, has_experts
-from hpc_tune.model.grouped_experts import has_grouped_form, stack_names
-from hpc_tune.model.language import read_config, read_language_config, stock_class
-from hpc_tune.model.layers import find_blocks, find_uncalled_linears
+from hpc_tune.model.grouped_experts import is_groupable_experts, stack_names
+from hpc_tune.model.language import auto_model_class, read_config, read_language_config
+from hpc_tune.model.layers import find_blocks, find_unreplaceable_linears
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import find_decoder
-from hpc_tune.model.stock_reference import NotCheckable, write_small_model
+from hpc_tune.model.stock_reference import ArchitectureNotCheckable, write_small_model
 from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
@@ -57,7 +57,7 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     """
     from transformers import BitsAndBytesConfig
 
-    auto = stock_class(read_config(directory))
+    auto = auto_model_class(read_config(directory))
     model: Any = auto.from_pretrained(directory, dtype=torch.float32)
     if method == "qlora":
         quantised = BitsAndBytesConfig(
@@ -113,7 +113,7 @@ def _round(model: Any, quantised: Any) -> None:
     for name, layer in quantised.named_modules():
         if isinstance(layer, Linear4bit):
             _round_matrix(model.get_parameter(f"{name}.weight"))
-    for experts in filter(has_grouped_form, model.modules()):
+    for experts in filter(is_groupable_experts, model.modules()):
         for name in stack_names(experts):
             for matrix in experts.get_parameter(name):
                 _round_matrix(matrix)
@@ -138,7 +138,7 @@ def _linears_outside_blocks(model: Any) -> list[str]:
     parts for images, which may be more and larger, do not count.
     """
     blocks = find_blocks(find_decoder(model))
-    whole = {*find_routers(blocks), *find_uncalled_linears(blocks)}
+    whole = {*find_routers(blocks), *find_unreplaceable_linears(blocks)}
     inside = set(blocks.modules()) - {blocks.get_submodule(path) for path in whole}
     return [
         name
@@ -170,7 +170,7 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
         use_dora=method == "dora",
         task_type="CAUSAL_LM",
     )
-    with without_target_conversion():
+    with keep_peft_target_names():
         model = get_peft_model(model, adapters)
     if passed_over := set_peft_model_state_dict(model, values).unexpected_keys:
         raise ValueError(f"peft passes over {len(passed_over)} adapters, such as {passed_over[0]}")
@@ -258,7 +258,7 @@ def _prepare(name: str, work: Path) -> ArchitectureCheck:
         if not proof.loss:
             write_small_model(config, work / name, SEEDS.get(name, 0))
         return proof
-    except (NotCheckable, ValueError, TypeError) as error:
+    except (ArchitectureNotCheckable, ValueError, TypeError) as error:
         return ArchitectureCheck(loss=f"no small model of this kind could be tried: {error}")
 
 
@@ -338,10 +338,11 @@ def _page(
             of_any = text.replace(f" a {kind} model", " such a model").replace(f" {kind} ", " ")
             page.notes.append(Note(name, ", ".join(about), _short(of_any)))
 
-        is_mixture = has_experts(shape)
-        for method in (m for m in methods if is_mixture or m != "experts"):
+        is_mixture_of_experts = has_experts(shape)
+        for method in (m for m in methods if is_mixture_of_experts or m != "experts"):
             nowhere = {
-                layout: "-" if is_mixture or "expert" not in layout else "" for layout in LAYOUTS
+                layout: "-" if is_mixture_of_experts or "expert" not in layout else ""
+                for layout in LAYOUTS
             }
             row = [cells.get((name, method, layout), nowhere[layout]) for layout in LAYOUTS]
             for layout, text in zip(LAYOUTS, row, strict=True):

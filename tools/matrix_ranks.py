@@ -82,7 +82,7 @@ def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
     """Return this rank's micro-batches: two rows of two documents, or four of one."""
     given = [(tokens.numpy(), np.ones(len(tokens), bool)) for tokens in documents()]
     rows = [given[:2], given[2:]] if row["packing"] else [[one] for one in given]
-    mine = rows[data_rank :: layout.data_size]
+    mine = rows[data_rank :: layout.data_parallel_size]
     made = [make_batch([one], sum(LENGTHS), number) for number, one in enumerate(mine)]
     return made or [empty_batch(0)]
 
@@ -111,11 +111,9 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
 
 def main() -> None:
     """Do it all; see above."""
-    rows, results, first = (
-        json.loads(Path(sys.argv[1]).read_text()),
-        Path(sys.argv[2]),
-        int(sys.argv[3]),
-    )
+    rows = json.loads(Path(sys.argv[1]).read_text())
+    results = Path(sys.argv[2])
+    first = int(sys.argv[3])
     comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
     # lazy_imports would freeze a row's engine, which would then never be freed.
     freeze, gc.freeze = gc.freeze, lambda: None

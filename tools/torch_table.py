@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.packages import fast_imports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ from hpc_tune.__main__ import main
 from hpc_tune.engine import native
 from hpc_tune.model import float8
 native.check_float8 = lambda device: None
-native.use_float8 = functools.partial(float8.use_float8, emulate=True)
+native.convert_to_torchao_float8 = functools.partial(float8.convert_to_torchao_float8, emulate=True)
 sys.exit(main())
 """
 LAYOUTS = {
@@ -146,7 +146,7 @@ def _write_files(folder: Path) -> Path:
         from transformers import AutoConfig, AutoModelForCausalLM
 
     experts = folder / "experts"
-    write_tiny(experts)
+    write_tiny_model(experts)
     (experts / "model.safetensors").unlink()
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_moe", **EXPERTS)

@@ -16,10 +16,10 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.step.layout import Layout, describe_axes, list_divisors, sharing_problems
+from hpc_tune.step.layout import Layout, describe_axes, list_divisors, row_sharing_problems
 from hpc_tune.step.size import static_bytes
 
-_FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
+_MAX_PERMUTED_RANKS, _PENALTY_PER_AXIS, _CLEARLY_FASTER_RATIO = 5, 0.03, 0.8
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Candidate:
         gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
         return (describe_axes(asdict(self.layout), always=()) or "one rank") + gathers
 
-    def ranking_s(self, num_ranks: int) -> float:
+    def penalized_s(self, num_ranks: int) -> float:
         """Return the seconds of a step, plus a small penalty for each axis and for idle ranks.
 
         Predictions are not exact: of layouts that are about equally fast, the simpler is better.
         """
         names = ("shard", "tensor", "pipeline", "expert", "context")
         axes = sum(getattr(self.layout, axis) > 1 for axis in names)
-        return self.time.seconds * (1 + _MARGIN * (axes + (self.layout.size < num_ranks)))
+        return self.time.seconds * (1 + _PENALTY_PER_AXIS * (axes + (self.layout.size < num_ranks)))
 
 
 def predict_candidates(
@@ -81,10 +81,10 @@ def predict_candidates(
                 if (time := step_time(work, layout, ranks, settings, rows, compute, network))
             ),
             # Of equally fast orders, prefer the one whose slowest link of neighbors is fastest.
-            key=lambda c: (c.time.seconds, -_slowest_neighbours(c.ranks, network)),
+            key=lambda c: (c.time.seconds, -_slowest_link_rate(c.ranks, network)),
         )
         choices.append(best)
-    return sorted(choices, key=lambda candidate: candidate.ranking_s(len(network.nodes)))
+    return sorted(choices, key=lambda candidate: candidate.penalized_s(len(network.nodes)))
 
 
 def legal_layouts(
@@ -97,7 +97,8 @@ def legal_layouts(
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
     Axes that are set are kept. With more than eight ranks, only all of them and powers of two are
-    tried. ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``;
+    tried. ``model`` is the transformers config; ``with_tensor``: see
+    ``constraints.allows_tensor_parallel``;
     ``num_experts``: how many experts can be distributed over ranks.
     """
     layouts = []
@@ -116,21 +117,22 @@ def legal_layouts(
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 
-def share_rows(
-    layouts: Iterable[Layout], model: Any, global_rows: int, near: int
+def row_sharing_layouts(
+    layouts: Iterable[Layout], model: Any, global_rows: int, max_sharing_ranks: int
 ) -> tuple[list[Layout], list[Layout]]:
     """Return variants of the layouts in which ranks share rows, for each possible number of ranks.
 
     The first list has layouts in which some ranks would otherwise have no row, the second the rest.
-    ``model`` is the transformers config; ``near``: how many ranks are close enough to share rows.
+    ``model`` is the transformers config; ``max_sharing_ranks``: how many ranks are close enough to
+    share rows.
     """
     idle: list[Layout] = []
     others: list[Layout] = []
     for layout in layouts:
-        for num in list_divisors(layout.weight_size)[1:]:
+        for num in list_divisors(layout.num_weight_ranks)[1:]:
             shared = replace(layout, context=num)
-            if layout.tensor * num <= near and not sharing_problems(model, shared):
-                (idle if global_rows < layout.weight_size else others).append(shared)
+            if layout.tensor * num <= max_sharing_ranks and not row_sharing_problems(model, shared):
+                (idle if global_rows < layout.num_weight_ranks else others).append(shared)
     return idle, others
 
 
@@ -142,7 +144,7 @@ def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     left out if fewer are needed. The first rank holds the store of the job and is always used.
     """
     everyone = range(len(network.nodes))
-    if len(everyone) <= _FEW_RANKS:
+    if len(everyone) <= _MAX_PERMUTED_RANKS:
         return [o for o in itertools.permutations(everyone, num_ranks) if 0 in o]
     kept = set(everyone)
     sums = {a: sum(network.rate(a, b) for b in everyone if b != a) for a in everyone if a}
@@ -162,12 +164,12 @@ def ring_order(network: Network) -> tuple[int, ...]:
     size = len(network.nodes)
 
     def gathers_s(ranks: Sequence[int]) -> float:
-        return network.ring_s("all_gather", [ranks], 1.0)
+        return network.collective_s("all_gather", [ranks], 1.0)
 
     launched = tuple(range(size))
     best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gathers_s)
-    return best if gathers_s(best) < _CLEAR_GAIN * gathers_s(launched) else launched
+    return best if gathers_s(best) < _CLEARLY_FASTER_RATIO * gathers_s(launched) else launched
 
 
-def _slowest_neighbours(ranks: Sequence[int], network: Network) -> float:
+def _slowest_link_rate(ranks: Sequence[int], network: Network) -> float:
     return min((network.rate(a, b) for a, b in itertools.pairwise(ranks)), default=0.0)

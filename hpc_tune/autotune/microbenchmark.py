@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.autotune.candidates import legal_layouts
-from hpc_tune.batch import Batch, full_batch
+from hpc_tune.batch import Batch, costliest_batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.adamw_8bit import make_optimizer
@@ -28,9 +28,9 @@ from hpc_tune.memory.policy import MEASURED_STATE_SHARE
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.resolve import ModelShape
-from hpc_tune.plan.step_time import Compute, Network, tensor_time
+from hpc_tune.plan.step_time import Compute, Network, tensor_axis_time
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
+from hpc_tune.step.messages import BACKWARD_ALL_REDUCES, FORWARD_ALL_REDUCES
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import STATE_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes
@@ -39,8 +39,8 @@ from hpc_tune.world.comm import Comm
 FEW_BLOCKS, MORE_BLOCKS = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
 _MAX_TOKENS_ON_CPU = 1024  # for which a block of an 8B model takes ten seconds
-_VALUES, _WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
-_SHORT_S = 1.0
+_BUFFER_VALUES, _MATRIX_WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
+_SHORT_GATHERS_S = 1.0
 
 
 class BlockModels:
@@ -99,7 +99,7 @@ class BlockModels:
         if self.comm.device.type == "cpu":
             length = min(length, _MAX_TOKENS_ON_CPU)
             rows = max(1, min(rows, _MAX_TOKENS_ON_CPU // length))
-        return full_batch(rows, length)
+        return costliest_batch(rows, length)
 
 
 def measure_compute(
@@ -108,7 +108,8 @@ def measure_compute(
     """Measure this model's blocks on these ranks; every rank returns the same result. Collective.
 
     ``rows``: of a micro-batch; ``network``: the measured links; ``order``: the ranks of
-    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``constraints.allows_tensor``.
+    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see
+    ``constraints.allows_tensor_parallel``.
 
     Raises:
         ConfigError: if even so few blocks do not fit.
@@ -116,34 +117,34 @@ def measure_compute(
     comm, seconds, batch = models.comm, {}, models.batch(rows)
     num_ranks = comm.world.size
     for num_blocks in (FEW_BLOCKS, MORE_BLOCKS):
-        once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_once, batch)
+        once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_and_discard, batch)
         seconds[num_blocks] = _slowest_rank_s(once, comm)
     comm.barrier("the first rank to compute alone")
     times = [_time_work(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
     [alone_s] = comm.max([statistics.median(times or [0.0])])
     block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
-    unshard_s = _copy_s(comm)
+    unshard_s = _copy_s_per_byte(comm)
     # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
-    gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
-    if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
-        once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_once, batch)
+    gathers_s = network.collective_s("all_gather", [order], models.gathered_bytes)
+    if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_GATHERS_S:
+        once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_and_discard, batch)
         more_s = _slowest_rank_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
         unshard_s = max(unshard_s, more_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and with_tensor:
-        sync_s = _sync_in_blocks_s(models, batch, seconds[MORE_BLOCKS], network, order)
+        sync_s = _sliced_all_reduce_s(models, batch, seconds[MORE_BLOCKS], network, order)
     if sync_s is None:
-        sync_s = _sync_s(comm, block_s / (FORWARD_SUMS + BACKWARD_SUMS))
+        sync_s = _small_all_reduce_s(comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES))
     tokens = batch.num_tokens
     return Compute(
         block_s / tokens,
         max(0.0, seconds[FEW_BLOCKS] - FEW_BLOCKS * block_s) / tokens,
-        _update_s(comm, models.optim),
+        _update_s_per_value(comm, models.optim),
         unshard_s,
         sync_s,
         max(1.0, seconds[MORE_BLOCKS] / alone_s),
         overlaps=comm.device.type == "cuda",
-        host_copy_s=_host_copy_s(comm) if models.parallel.offload_activations else 0.0,
+        host_copy_s=_host_copy_s_per_byte(comm) if models.parallel.offload_activations else 0.0,
     )
 
 
@@ -184,34 +185,34 @@ def _time_work(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began_s
 
 
-def _update_s(comm: Comm, optim: OptimConfig) -> float:
+def _update_s_per_value(comm: Comm, optim: OptimConfig) -> float:
     """Return the optimizer's seconds per trained value."""
-    values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
+    values = nn.Parameter(torch.zeros(_BUFFER_VALUES, device=comm.device))
     values.grad = torch.zeros_like(values)
     optimizer = make_optimizer([("values", values)], optim)
-    return _slowest_rank_s(optimizer.step, comm) / _VALUES
+    return _slowest_rank_s(optimizer.step, comm) / _BUFFER_VALUES
 
 
-def _copy_s(comm: Comm) -> float:
+def _copy_s_per_byte(comm: Comm) -> float:
     """Return the seconds per byte to allocate two buffers, zero one and copy it to the other."""
 
     def copy() -> None:
-        gathered = torch.zeros(_VALUES, device=comm.device)
+        gathered = torch.zeros(_BUFFER_VALUES, device=comm.device)
         torch.empty_like(gathered).copy_(gathered)
 
-    return _slowest_rank_s(copy, comm) / (4 * _VALUES)
+    return _slowest_rank_s(copy, comm) / (4 * _BUFFER_VALUES)
 
 
-def _host_copy_s(comm: Comm) -> float:
+def _host_copy_s_per_byte(comm: Comm) -> float:
     """Return the seconds per byte of a copy from a GPU to pinned memory while all ranks copy."""
     if comm.device.type != "cuda":
         return 0.0
-    values = torch.zeros(_VALUES, device=comm.device)
-    pinned = torch.empty(_VALUES, pin_memory=True)
+    values = torch.zeros(_BUFFER_VALUES, device=comm.device)
+    pinned = torch.empty(_BUFFER_VALUES, pin_memory=True)
     return _slowest_rank_s(lambda: pinned.copy_(values, non_blocking=True), comm) / values.nbytes
 
 
-def _sync_in_blocks_s(
+def _sliced_all_reduce_s(
     models: BlockModels, batch: Batch, whole_s: float, network: Network, order: Sequence[int]
 ) -> float | None:
     """Return the seconds that a small all-reduce adds, measured in blocks sliced over all ranks.
@@ -223,29 +224,29 @@ def _sync_in_blocks_s(
     cut = Layout(1, 1, comm.world.size)
     if cut not in legal_layouts(models.parallel, models.plan.model, cut.size):
         return None
-    spent_s = _slowest_rank_s(partial(models.engine(MORE_BLOCKS, cut).run_once, batch), comm)
+    spent_s = _slowest_rank_s(partial(models.engine(MORE_BLOCKS, cut).run_and_discard, batch), comm)
     micro = batch.num_tokens, batch.num_loss_tokens
-    messages = tensor_time(models.plan, order, network, micro)
+    messages = tensor_axis_time(models.plan, order, network, micro)
     without_s = whole_s / cut.size + messages.transfer_s
-    return max(0.0, spent_s - without_s) / messages.num_sums
+    return max(0.0, spent_s - without_s) / messages.num_messages
 
 
-def _sync_s(comm: Comm, work_s: float) -> float:
+def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
     """Return the seconds that a small all-reduce adds after ``work_s`` seconds of work."""
     if comm.world.size == 1:
         return 0.0
-    matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
+    matrix = torch.randn(_MATRIX_WIDTH, _MATRIX_WIDTH, device=comm.device)
     little = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
     products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
 
-    def between_sums(sums: bool) -> float:
+    def time_products(with_all_reduce: bool) -> float:
         def work() -> None:
             for _ in range(products):
                 multiply()
-            if sums:
+            if with_all_reduce:
                 dist.all_reduce(little)
 
         return _slowest_rank_s(work, comm)
 
-    return max(0.0, between_sums(True) - between_sums(False))
+    return max(0.0, time_products(True) - time_products(False))

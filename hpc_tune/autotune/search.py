@@ -23,20 +23,24 @@ from hpc_tune.autotune.candidates import (
     legal_layouts,
     predict_candidates,
     ring_order,
-    share_rows,
+    row_sharing_layouts,
 )
 from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
-from hpc_tune.config.constraints import allows_context, allows_expert, allows_tensor
-from hpc_tune.config.load import write_resolved
+from hpc_tune.config.constraints import (
+    allows_context_parallel,
+    allows_expert_parallel,
+    allows_tensor_parallel,
+)
+from hpc_tune.config.load import write_resolved_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.context_parallel import can_share_attention
+from hpc_tune.engine.context_parallel import try_sharing_attention
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, trim_heap
-from hpc_tune.model.build import compute_dtype
+from hpc_tune.memory.host import find_host_limit, trim_heap
+from hpc_tune.model.build import resolve_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY
-from hpc_tune.model.config_json import refuse_shape
+from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.experts import require_shardable_experts
 from hpc_tune.model.language import read_language_config
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine, detect_machine, run_plan
@@ -64,7 +68,7 @@ from hpc_tune.world.comm import Comm
 
 
 _SYNC_S = 50e-6
-_REACHED_SHARE = 0.4  # of a data sheet's flops that training reaches
+_REACHED_FLOPS_SHARE = 0.4  # of a data sheet's flops that training reaches
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,17 @@ class Measurements:
             ) from None
 
 
-def measurements_from_data_sheet(cluster: Cluster, nodes: int, per_node: int) -> Measurements:
+def measurements_from_data_sheet(cluster: Cluster, nodes: int, node_ranks: int) -> Measurements:
     """Return the measurements to expect from a cluster's data sheets, without compute."""
-    ranks = tuple(rank // per_node for rank in range(nodes * per_node))
+    ranks = tuple(rank // node_ranks for rank in range(nodes * node_ranks))
     pairs = []
-    if per_node > 1:
-        pairs.append(Link((0, 1), (0, 0), cluster.within_latency_s, cluster.within_bytes_per_s))
+    if node_ranks > 1:
+        pairs.append(
+            Link((0, 1), (0, 0), cluster.intra_node_latency_s, cluster.intra_node_bytes_per_s)
+        )
     if nodes > 1:
-        first = Link((0, per_node), (0, 1), cluster.across_latency_s, cluster.across_bytes_per_s)
+        between = cluster.inter_node_latency_s, cluster.inter_node_bytes_per_s
+        first = Link((0, node_ranks), (0, 1), *between)
         pairs.append(first)
     return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.lanes))
 
@@ -126,11 +133,11 @@ def measurements_from_data_sheet(cluster: Cluster, nodes: int, per_node: int) ->
 def compute_from_data_sheet(
     cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
 ) -> Compute:
-    """Return how fast a cluster's ranks compute, at ``_REACHED_SHARE`` of its flops."""
-    head = (6 if size.is_full else 4) * model.vocab_size * model.hidden_size
+    """Return how fast a cluster's ranks compute, at ``_REACHED_FLOPS_SHARE`` of its flops."""
+    head = (6 if size.is_fully_trained else 4) * model.vocab_size * model.hidden_size
     whole = flops_per_token(size, model, seq_len)
     block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
-    speed = _REACHED_SHARE * cluster.flops
+    speed = _REACHED_FLOPS_SHARE * cluster.flops
     # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
     return Compute(
@@ -143,23 +150,23 @@ def compute_from_data_sheet(
 # -- The search for the fastest layout that fits.
 
 
-MAX_SHOWN = 5
+MAX_SHOWN_LAYOUTS = 5
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
     """The result: ``rows`` are the fastest that fit, ``refused`` faster ones that do not fit.
 
-    ``simple``: the layout that would run without auto. ``alone``: a single rank, if its memory
-    suffices. ``why_shared``: why ranks share rows although the settings do not ask for it.
+    ``layout_without_auto``: what would run without auto. ``single_rank``: if its memory suffices.
+    ``why_rows_shared``: why ranks share rows although the settings do not ask for it.
     """
 
     rows: list[Candidate]
     refused: list[Candidate]
-    simple: Candidate | None
-    alone: Candidate | None
+    layout_without_auto: Candidate | None
+    single_rank: Candidate | None
     num_ranks: int
-    why_shared: str = ""
+    why_rows_shared: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -167,7 +174,7 @@ class LayoutChoice:
         return self.rows[0]
 
 
-def choose_for_command(
+def choose_layout_for_command(
     config: RunConfig, machine: Machine, measured_file: str | None, cluster_name: str | None
 ) -> tuple[LayoutChoice, Machine, RunConfig]:
     """Choose for the command line; also return the machine as the used ranks see it, and the
@@ -220,16 +227,20 @@ def search_layout(
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measured.links, measured.nodes)
-    with_tensor = allows_tensor(config.tune, config.train)
-    may_deal = allows_expert(asked, config.train)
+    with_tensor = allows_tensor_parallel(config.tune, config.train)
+    may_deal = allows_expert_parallel(asked, config.train)
     num_experts = require_shardable_experts(built.module, asked.expert) if may_deal else 1
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    may_share = asked.context == 1 and allows_context(asked, config.train)
-    may_share = may_share and can_share_attention(built.module)
+    may_share = asked.context == 1 and allows_context_parallel(asked, config.train)
+    may_share = may_share and try_sharing_attention(built.module)
     near = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
-    shared = share_rows(layouts, built.config, work.global_rows, near) if may_share else ([], [])
+    shared = (
+        row_sharing_layouts(layouts, built.config, work.global_rows, near)
+        if may_share
+        else ([], [])
+    )
     places = asked, config.batch, work, machine, compute, network
     legal = predict_candidates(layouts + shared[0], *places)
 
@@ -238,49 +249,49 @@ def search_layout(
         used = _restrict_machine(machine, [measured.nodes[rank] for rank in candidate.ranks])
         return make_plan(config.model_copy(update={"parallel": parallel}), used)
 
-    def with_rows(candidate: Candidate, rows: int) -> Candidate:
+    def with_micro_rows(candidate: Candidate, rows: int) -> Candidate:
         settings = asked.model_copy(update={"reshard": candidate.reshard})
         where = (candidate.layout, candidate.ranks, settings, rows)
         time = step_time(work, *where, compute, network)
         return replace(candidate, micro_rows=rows, time=time)
 
     may_split = config.batch.micro_size == "auto"
-    rows_of = with_rows if may_split else None
+    rows_of = with_micro_rows if may_split else None
     search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
     rows, refused = search.fastest_that_fit(legal, lambda: predict_candidates(shared[1], *places))
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
-    simple = next((c for c in legal if c.layout == layout), None)
-    alone = next((c for c in legal if c.layout.size == 1), None)
-    why_shared = _why_shared(rows[0].layout, work.global_rows) if may_share else ""
-    return LayoutChoice(rows, refused, simple, alone, num_ranks, why_shared)
+    layout_without_auto = next((c for c in legal if c.layout == layout), None)
+    single_rank = next((c for c in legal if c.layout.size == 1), None)
+    why_rows_shared = _why_rows_shared(rows[0].layout, work.global_rows) if may_share else ""
+    return LayoutChoice(rows, refused, layout_without_auto, single_rank, num_ranks, why_rows_shared)
 
 
-def _why_shared(best: Layout, num_rows: int) -> str:
+def _why_rows_shared(best: Layout, num_rows: int) -> str:
     if best.context == 1:
         return ""
-    if num_rows < best.weight_size:
-        return f"ranks share rows: a step has {num_rows} for {best.weight_size} ranks"
+    if num_rows < best.num_weight_ranks:
+        return f"ranks share rows: a step has {num_rows} for {best.num_weight_ranks} ranks"
     return f"{best.context} ranks share each row: no layout fits in which each has whole ones"
 
 
 def choice_lines(choice: LayoutChoice) -> list[str]:
     """Return the table to print: the five fastest layouts, and why the first one is chosen."""
-    best, simple, alone = choice.best, choice.simple, choice.alone
+    best, default, alone = choice.best, choice.layout_without_auto, choice.single_rank
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
     lines = [
         head,
         *(_format_row(row, "<- this one" if row is best else "") for row in choice.rows),
     ]
     shown = list(choice.rows)
-    for other, note in ((simple, "what memory alone would choose"), (alone, "")):
+    for other, note in ((default, "what memory alone would choose"), (alone, "")):
         if other is not None and all(row.layout != other.layout for row in shown):
             lines.append(_format_row(other, note))
             shown.append(other)
-    lines += [_format_row(row, "does not fit") for row in choice.refused[:MAX_SHOWN]]
-    if (others := len(choice.refused) - MAX_SHOWN) > 0:
+    lines += [_format_row(row, "does not fit") for row in choice.refused[:MAX_SHOWN_LAYOUTS]]
+    if (others := len(choice.refused) - MAX_SHOWN_LAYOUTS) > 0:
         lines.append(f"        and {others} more, none of which fits")
-    reasons = [choice.why_shared] if choice.why_shared else []
-    if simple and alone and simple.time.seconds > alone.time.seconds:
+    reasons = [choice.why_rows_shared] if choice.why_rows_shared else []
+    if default and alone and default.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
         reasons.append(_explain_difference(best, choice.rows[1]))
@@ -317,15 +328,15 @@ def choice_from_json(text: str) -> tuple[Candidate, list[str]]:
 
 @dataclass(frozen=True)
 class _PlannedCandidate:
-    """A planned layout. ``rest_bytes``: the memory of a step besides weights, gradients and
+    """A planned layout. ``non_static_bytes``: the memory of a step besides weights, gradients and
     optimizer state. ``advice``: what would make it fit.
     """
 
     candidate: Candidate
-    rest_bytes: int
+    non_static_bytes: int
     advice: Sequence[str]
 
-    def min_bytes(self, other: Candidate, size: ModelSize) -> int:
+    def lower_bound_bytes(self, other: Candidate, size: ModelSize) -> int:
         """Return a lower bound on the bytes that ``other`` takes; 0 if there is none.
 
         The rest of a step is divided by at most the tensor, pipeline and context axes. It includes
@@ -337,15 +348,15 @@ class _PlannedCandidate:
             return 0
         axes = ("tensor", "pipeline", "context")
         cut = its.size_of(axes) / own.size_of(axes)
-        return static_bytes(size, its) + int(self.rest_bytes / max(1.0, cut))
+        return static_bytes(size, its) + int(self.non_static_bytes / max(1.0, cut))
 
 
 @dataclass
 class _LayoutSearch:
     """Plans candidates, the fastest first, until one fits; each plan bounds the memory of others.
 
-    ``plan_of`` takes half a minute for a 70B model. ``with_rows`` predicts a candidate's time with
-    smaller micro-batches; None if their size is set.
+    ``plan_of`` takes half a minute for a 70B model. ``with_micro_rows`` predicts a candidate's time
+    with smaller micro-batches; None if their size is set.
     """
 
     work: StepWork
@@ -353,7 +364,7 @@ class _LayoutSearch:
     num_ranks: int
     asked: ParallelConfig
     plan_of: Callable[[Candidate], MemoryPlan]
-    with_rows: Callable[[Candidate, int], Candidate] | None
+    with_micro_rows: Callable[[Candidate, int], Candidate] | None
     planned: list[_PlannedCandidate] = field(default_factory=list)
 
     def fastest_that_fit(
@@ -374,23 +385,23 @@ class _LayoutSearch:
             refused += more_refused
         if not rows:
             raise ConfigError(self._why_nothing_fits(len(legal)))
-        return sorted(rows, key=self._ranking_s), refused
+        return sorted(rows, key=self._penalized_s), refused
 
     def _find_fitting(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         rows: list[Candidate] = []
         refused: list[Candidate] = []
         for candidate in legal:
-            best = min((self._ranking_s(row) for row in rows if row.fits), default=math.inf)
-            if self._ranking_s(candidate) < best:
+            best = min((self._penalized_s(row) for row in rows if row.fits), default=math.inf)
+            if self._penalized_s(candidate) < best:
                 weighed = self._predict_memory(candidate)
                 (rows if weighed.fits else refused).append(weighed)
-            elif len(rows) < MAX_SHOWN:
+            elif len(rows) < MAX_SHOWN_LAYOUTS:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
         return rows, refused
 
-    def _ranking_s(self, candidate: Candidate) -> float:
-        return candidate.ranking_s(self.num_ranks)
+    def _penalized_s(self, candidate: Candidate) -> float:
+        return candidate.penalized_s(self.num_ranks)
 
     def _predict_memory(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory, from a bound if that suffices, else from a plan."""
@@ -400,26 +411,26 @@ class _LayoutSearch:
         most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
         if layout.expert == 1 and surely_fits(most, machine):  # else sent tokens are copied too
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
-        least = max((p.min_bytes(candidate, work.size) for p in self.planned), default=0)
+        least = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
         if least > room:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
         plan = self.plan_of(candidate)
         steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
-        rest_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned.append(_PlannedCandidate(candidate, rest_bytes, plan.advice))
+        non_static_bytes = num_bytes - static_bytes(work.size, layout)
+        self.planned.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
         fitting = plan.tokens_that_fit // work.seq_len
-        if self.with_rows and 0 < fitting < candidate.micro_rows:
-            candidate = self.with_rows(candidate, 1 << (fitting.bit_length() - 1))
+        if self.with_micro_rows and 0 < fitting < candidate.micro_rows:
+            candidate = self.with_micro_rows(candidate, 1 << (fitting.bit_length() - 1))
         return replace(candidate, memory=format_bytes(num_bytes), fits=plan.fits)
 
     def _why_nothing_fits(self, num_legal: int) -> str:
         room = format_bytes(self.machine.bytes_per_rank)
         if self.planned:
             size = self.work.size
-            best = min(self.planned, key=lambda p: p.min_bytes(p.candidate, size))
-            least = format_bytes(best.min_bytes(best.candidate, size))
+            best = min(self.planned, key=lambda p: p.lower_bound_bytes(p.candidate, size))
+            least = format_bytes(best.lower_bound_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
                 f"was found is {least} of {room} per rank, with {best.candidate}. "
@@ -469,10 +480,10 @@ def _cluster_names() -> str:
 # and the ranks that take its positions -> at the end of the run: measured against predicted step
 
 
-LINKS_TIME_S = 10.0
+LINK_MEASURING_LIMIT_S = 10.0
 
 
-def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None]:
+def measure_and_choose_layout(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None]:
     """Measure and choose a layout; return it with this rank's comm, None if the rank is left out.
 
     Collective; ``world``'s process groups may be destroyed afterwards.
@@ -481,14 +492,14 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
     """
     path, comm = config.model.path, world.with_step_timeout()  # no rank may work for hours here
-    refuse_shape(path)
+    refuse_weightless_shape(path)
     if path != BUILTIN_TINY:
         comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
     log.info("auto    measuring links and a decoder block")
-    machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
+    machine = detect_machine(comm, find_host_limit(config.memory.host_limit).num_bytes)
     measured, ordered = measure_world(config, comm, machine)
-    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
-    best, lines = choose_on_rank_0(measured, write_settings, ordered, machine, limit_s)
+    write_settings, limit_s = partial(write_resolved_config, config), config.run.timeout / 2
+    best, lines = choose_layout_on_rank_0(measured, write_settings, ordered, machine, limit_s)
     for line in lines:
         log.info("%s", line)
     best = replace(best, links=describe_links(measured.links))
@@ -505,19 +516,20 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
         ConfigError: if the model's blocks are too large to measure.
     """
     nodes = tuple(peer.node for peer in comm.roster)
-    links = measure_pairs(comm, LINKS_TIME_S)
+    links = measure_pairs(comm, LINK_MEASURING_LIMIT_S)
     order = ring_order(Network.from_links(links, nodes))
     ordered = regroup(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
     ordered = ordered.with_step_timeout()
     links = replace(links, collectives=measure_collectives(ordered), order=order)
     network, seq_len = Network.from_links(links, nodes), config.data.seq_len
-    dtype = compute_dtype(config.model.dtype, ordered.device)
+    dtype = resolve_dtype(config.model.dtype, ordered.device)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         sections = (config.parallel, config.optim)
         models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
-        rows, with_tensor = min_micro_rows(config.batch), allows_tensor(config.tune, config.train)
+        rows = min_micro_rows(config.batch)
+        with_tensor = allows_tensor_parallel(config.tune, config.train)
         compute = measure_compute(models, rows, network, order, with_tensor)
     trim_heap()
     if comm.device.type == "cuda":
@@ -527,7 +539,7 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     return Measurements(nodes, links, compute), ordered
 
 
-def choose_on_rank_0(
+def choose_layout_on_rank_0(
     measured: Measurements,
     write_settings: Callable[[Path], None],
     comm: Comm,
@@ -561,10 +573,10 @@ def choose_on_rank_0(
             raise ConfigError(message or default)
         return done.stdout
 
-    return choice_from_json(comm.on_rank_0("choosing the layout", ask))
+    return choice_from_json(comm.run_on_rank_0("choosing the layout", ask))
 
 
-def compare_step(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
+def compare_step_times(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
     """Return the predicted step time and the median of the measured ones without the first."""
     steps_s, predicted_s = list(steps_s), chosen.time.seconds
     measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpc_tune.model.experts import AdaptedTensor, find_adapted_tensors, has_experts
+from hpc_tune.model.experts import AdaptedTensor, has_experts, map_adapter_layers_to_stacks
 from hpc_tune.model.language import (
-    find_storage,
+    find_model_file_layout,
     make_language_model,
     make_whole_model,
     read_config,
@@ -54,8 +54,10 @@ def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
 @functools.cache
 def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
     language = make_language_model(read_config(base), base, torch.float32, None)
-    of_whole = language.names.name_in_whole
-    return {of_whole(layer): one for layer, one in find_adapted_tensors(language.model).items()}
+    of_whole = language.names.whole_model_name
+    return {
+        of_whole(layer): one for layer, one in map_adapter_layers_to_stacks(language.model).items()
+    }
 
 
 def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
@@ -70,11 +72,11 @@ def mixture_targets(
     index: TensorIndex,
     layers: Sequence[str],
     stacks: Mapping[str, AdaptedTensor],
-    taken: Collection[str],
+    taken_names: Collection[str],
 ) -> "Targets":
     """Return the targets, by names that peft matches with exactly these ``layers``.
 
-    ``taken``: the names that peft may take for stacks.
+    ``taken_names``: the names that peft may take for stacks.
     """
     from hpc_tune.model.adapters import Targets
 
@@ -87,7 +89,7 @@ def mixture_targets(
             parameters.add(tensor)
             adapted.add(tensor.rpartition(".")[0])
             rank = index.shapes[f"{ADAPTER_PREFIX}{layer}{LORA_A}"][0] // stack.num_experts
-        elif own.rpartition(".")[2] in taken:
+        elif own.rpartition(".")[2] in taken_names:
             parameters.add(f"{own}.weight")
             by_weight.append(layer)
         else:
@@ -132,12 +134,12 @@ class PerExpertAdapter:
 
     regions: list[Region]
     layers: set[str]
-    of_experts: set[str]
+    expert_layers: set[str]
 
-    def write(self, peft: Path, out: Path) -> None:
-        """Write the adapter into ``out``, with the settings of ``peft``, its peft export."""
+    def write(self, peft_folder: Path, out: Path) -> None:
+        """Write the adapter into ``out``, with the settings of ``peft_folder``, its peft export."""
         write_regions(out / ADAPTER_FILE, self.regions)
-        _write_config(peft, out, self.layers, self.of_experts)
+        _write_per_expert_config(peft_folder, out, self.layers, self.expert_layers)
 
 
 def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
@@ -145,7 +147,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
 
     None if it has no adapters on experts, or no names are known for single experts.
     """
-    storage = find_storage(base, index_model_directory(base))
+    storage = find_model_file_layout(base, index_model_directory(base))
     read = functools.lru_cache(maxsize=1)(index.read)
     found = PerExpertAdapter([], set(), set())
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
@@ -154,7 +156,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
             if not (matrices := list(_iterate_expert_matrices(stack, storage.index))):
                 return None
             found.regions.extend(_expert_region(index, name, stack, one, read) for one in matrices)
-            found.of_experts.update(one.layer.rpartition(".")[2] for one in matrices)
+            found.expert_layers.update(one.layer.rpartition(".")[2] for one in matrices)
             continue
         if layer:
             stored = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
@@ -162,7 +164,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
             called = f"{ADAPTER_PREFIX}{stored}{name.removeprefix(ADAPTER_PREFIX + layer)}"
         shape, values = index.shapes[name], functools.partial(read, name)
         found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
-    return found if found.of_experts else None
+    return found if found.expert_layers else None
 
 
 def _iterate_expert_matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
@@ -176,14 +178,14 @@ def _iterate_expert_matrices(stack: AdaptedTensor, stored: TensorIndex) -> Itera
     _, first, second = stored.shapes[stack.tensor]
     outputs = second if stack.is_transposed else first
     for ending, names in _STACK_MATRICES.items():
-        if stack.form == "unknown" or not stack.tensor.endswith(f".{ending}"):
+        if stack.gate_up_layout == "unknown" or not stack.tensor.endswith(f".{ending}"):
             continue
         path = f"{stack.tensor.removesuffix(f'.{ending}')}.experts"
         share = outputs // len(names)
         for place, name in enumerate(names):
             interleaved = slice(place, outputs, len(names))
             half = slice(place * share, (place + 1) * share)
-            of_stack = interleaved if stack.form == "interleaved" else half
+            of_stack = interleaved if stack.gate_up_layout == "interleaved" else half
             for expert in range(stack.num_experts):
                 yield _ExpertMatrix(f"{path}.{expert}.{name}", expert, of_stack)
 
@@ -212,25 +214,28 @@ def _expert_region(
     return Region.whole(called, index.dtypes[name], shape, values)
 
 
-def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str]) -> None:
-    """Write adapter_config.json: a copy of the one in ``peft``, with layers instead of stacks.
+def _write_per_expert_config(
+    peft_folder: Path, out: Path, layers: set[str], expert_layers: set[str]
+) -> None:
+    """Write adapter_config.json: a copy of the one in ``peft_folder``, with layers instead of
+    stacks.
 
     Patterns give the rank of experts; their scale is that of the other layers. use_rslora becomes a
     larger alpha with the same scale, since some versions of vLLM ignore use_rslora for experts.
     """
-    config = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    config = json.loads((peft_folder / "adapter_config.json").read_text(encoding="utf-8"))
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
     if ranks.keys() == alphas.keys() and config.pop("use_rslora", False):
         config["lora_alpha"] *= math.sqrt(config["r"])
         config["alpha_pattern"] = {k: alphas[k] * math.sqrt(rank) for k, rank in ranks.items()}
-    config["target_modules"] = sorted(layers | of_experts)
+    config["target_modules"] = sorted(layers | expert_layers)
     stacks = config.pop("target_parameters", None) or []
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = dict(config.get(key, {}))
         own = {patterns.pop(stack) for stack in stacks if stack in patterns}
         if own:
             (value,) = own
-            names = "|".join(sorted(of_experts))
+            names = "|".join(sorted(expert_layers))
             # First: peft uses the first match, and gate_proj may be a pattern for other layers.
             config[key] = {rf"experts\.\d+\.({names})": value} | patterns
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -22,25 +22,25 @@ from hpc_tune.checkpoint.expert_adapters import (
     split_experts,
 )
 from hpc_tune.checkpoint.export_metadata import (
-    CARD,
+    CARD_FILE,
     CONFIG,
     OTHER_TEMPLATES,
     read_rope_scaling,
     write_adapter_config,
-    write_card,
-    write_template,
+    write_chat_template,
+    write_model_card,
 )
 from hpc_tune.checkpoint.merge import MergedModel
-from hpc_tune.checkpoint.store import sync_written
+from hpc_tune.checkpoint.store import sync_and_hash
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, find_remedy
 from hpc_tune.files import sync_folder
 from hpc_tune.log import Progress, log
-from hpc_tune.memory.host import STOCK_MODEL_BYTES, find_limit, spare_bytes
+from hpc_tune.memory.host import EMPTY_MODEL_BYTES, find_host_limit, spare_bytes
 from hpc_tune.model.config_json import config_parts
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
-from hpc_tune.model.rotary import scale_config_json
+from hpc_tune.model.rotary import apply_rope_scaling_to_json
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
@@ -93,10 +93,10 @@ def export_adapter(
     with replacing_folder(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
-        write_template(template, base, temporary)
+        write_chat_template(template, base, temporary)
         named = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
         whole = any(map(_LANGUAGE_MODEL.match, named))
-        write_card(checkpoint, base, temporary, "adapter", whole)
+        write_model_card(checkpoint, base, temporary, "adapter", whole)
     stacks = find_adapted_stacks(base)
     _warn_scales(index, tune, out)
     if lost := layers_ignored_by_peft(index, base) if stacks else []:
@@ -125,17 +125,19 @@ def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
         )
 
 
-def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str | None) -> None:
-    """Write the adapter in ``peft`` again, split into single experts, to a folder beside it."""
-    out = peft.with_name(peft.name + PER_EXPERT_SUFFIX)
+def _export_per_expert(
+    checkpoint: Path, base: Path, peft_folder: Path, template: str | None
+) -> None:
+    """Write the adapter in ``peft_folder`` again, split into experts, to a folder beside it."""
+    out = peft_folder.with_name(peft_folder.name + PER_EXPERT_SUFFIX)
     if (adapter := split_experts(index_checkpoint(checkpoint), base)) is None:
         log.warning("%s is not written: no names are known for single experts of this model", out)
         return
     with replacing_folder(out, base) as temporary:
-        adapter.write(peft, temporary)
+        adapter.write(peft_folder, temporary)
         copy_tokenizer(base, temporary)
-        write_template(template, base, temporary)
-        write_card(checkpoint, base, temporary, "per-expert")
+        write_chat_template(template, base, temporary)
+        write_model_card(checkpoint, base, temporary, "per-expert")
     log.info("the same adapter split into single experts, as vLLM reads most families: %s", out)
 
 
@@ -145,9 +147,9 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     Only one tensor is held at a time. Return the file of the weights, which is synced.
     """
     from hpc_tune.model.adapters import (
-        EXPERT_NAMES,
+        EXPERT_LAYER_NAMES,
         Targets,
-        find_names_taken_for_stacks,
+        find_peft_stack_names,
         make_lora_config,
     )
     from hpc_tune.model.modules_to_save import SUFFIX, token_ids
@@ -164,8 +166,8 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     stacks = find_adapted_stacks(base)
     targets = Targets(tune.targets)
     if stacks:  # a layer named by its weight has no DoRA
-        taken = find_names_taken_for_stacks(base) if tune.method == "dora" else EXPERT_NAMES
-        targets = mixture_targets(index, layers, stacks, taken)
+        taken_names = find_peft_stack_names(base) if tune.method == "dora" else EXPERT_LAYER_NAMES
+        targets = mixture_targets(index, layers, stacks, taken_names)
     config = make_lora_config(tune, targets)
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:
@@ -221,14 +223,14 @@ def export_merged(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
-            if _is_companion(file_path):
-                _copy_file(file_path, temporary)
+            if _accompanies_weights(file_path):
+                _copy_without_auto_map(file_path, temporary)
         if (scaling := read_rope_scaling(checkpoint, base)) is not None:
-            _scale_positions(temporary / "config.json", base, scaling)
-        if merged.has_other_dtypes:
-            _set_dtype(temporary / "config.json", dtype)
-        write_template(template, base, temporary)
-        write_card(checkpoint, base, temporary, "merged")
+            _write_rope_scaling(temporary / "config.json", base, scaling)
+        if merged.changes_dtypes:
+            _set_config_dtype(temporary / "config.json", dtype)
+        write_chat_template(template, base, temporary)
+        write_model_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
 
@@ -249,7 +251,7 @@ def pack_adapter(
     try:
         out.mkdir()
         weights = write_adapter(index_files(files, CheckpointError), tune, base, out)
-        config = sync_written(out / "adapter_config.json")
+        config = sync_and_hash(out / "adapter_config.json")
         sync_folder(out)
         for file in files:
             file.unlink()
@@ -264,13 +266,13 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
     transformers provides the tensor names of most models. If an adapter changes the largest tensor,
     merging needs up to two more pieces.
     """
-    return largest_tensor_bytes + PIECE_BYTES + STOCK_MODEL_BYTES
+    return largest_tensor_bytes + PIECE_BYTES + EMPTY_MODEL_BYTES
 
 
 def require_merge_memory(merged: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
     needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
-    limit = find_limit()
+    limit = find_host_limit()
     room = spare_bytes(limit)
     if needed > room:
         raise MemoryBudgetError(
@@ -293,7 +295,7 @@ def _split_into_files(merged: MergedModel) -> list[list[str]]:
     return shards
 
 
-def _is_companion(file: Path) -> bool:
+def _accompanies_weights(file: Path) -> bool:
     """Whether a file of the base directory belongs to the model but is not its weights.
 
     An adapter's configuration would make transformers look for an adapter of the merged model, and
@@ -303,14 +305,14 @@ def _is_companion(file: Path) -> bool:
     return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
 
 
-def _scale_positions(file: Path, base: Path, scaling: Mapping[str, Any]) -> None:
+def _write_rope_scaling(file: Path, base: Path, scaling: Mapping[str, Any]) -> None:
     """Write model.rope_scaling into a copy of the base's config.json."""
     content = json.loads(file.read_text(encoding="utf-8"))
-    scaled = scale_config_json(read_config(base), content, scaling)
+    scaled = apply_rope_scaling_to_json(read_config(base), content, scaling)
     file.write_text(json.dumps(scaled, indent=2), encoding="utf-8")
 
 
-def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
+def _set_config_dtype(file: Path, dtype: torch.dtype | None) -> None:
     """Set the dtype in a config.json and remove quantization, which merged weights do not have."""
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in config_parts(config):
@@ -327,16 +329,18 @@ def copy_tokenizer(base: Path, out: Path) -> None:
     A tokenizer with only vocabulary and merges also gets a tokenizer.json: transformers would need
     config.json, which an adapter's folder lacks, to find its class.
     """
-    files = [f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _is_companion(f)]
+    files = [
+        f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _accompanies_weights(f)
+    ]
     has_vocabulary = any(file.name.startswith(_VOCABULARY_FILES) for file in files)
     if has_vocabulary and not (base / "tokenizer.json").is_file():
         load_tokenizer(base).save_pretrained(out)
     for file in files:
-        if not _is_duplicate(file):
-            _copy_file(file, out)
+        if not _repeats_tokenizer_json(file):
+            _copy_without_auto_map(file, out)
 
 
-def _is_duplicate(file: Path) -> bool:
+def _repeats_tokenizer_json(file: Path) -> bool:
     """Whether added_tokens.json only repeats tokenizer.json.
 
     SGLang takes that file for tokens of the adapter's own; some versions refuse such adapters.
@@ -349,7 +353,7 @@ def _is_duplicate(file: Path) -> bool:
     return dict(added).items() <= known.items()
 
 
-def _copy_file(file: Path, out: Path) -> None:
+def _copy_without_auto_map(file: Path, out: Path) -> None:
     """Copy a small file of the base, without references (auto_map) to code that is not copied.
 
     Models trained here have a class in transformers, which is used if no code is referenced.
@@ -372,7 +376,7 @@ def _is_export(out: Path) -> bool:
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(
-            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD, CONFIG, OTHER_TEMPLATES)
+            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG, OTHER_TEMPLATES)
             for e in entries
         )
     )

@@ -19,15 +19,15 @@ from hpc_tune.config.data import DataConfig
 from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
-from hpc_tune.hub_cache import NAMELESS, model_name
+from hpc_tune.hub_cache import CACHE_INTERNAL_NAME, find_name_and_revision
 from hpc_tune.log import log
 from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.language import read_config
-from hpc_tune.model.rotary import without_lengths
+from hpc_tune.model.rotary import length_independent_scaling
 from hpc_tune.model.tokenizer import (
+    fix_exported_tokenizer_class,
     load_tokenizer,
     may_have_own_class,
-    name_whole_file_class,
     read_processor_template,
 )
 from hpc_tune.rundir.facts import read_energy
@@ -55,17 +55,17 @@ def find_base_name(base: Path) -> BaseName:
     """Return the name of the base model in the folder ``base``, resolving links into the cache."""
     path = Path(os.path.abspath(base))
     for place in (path, path.resolve()):
-        if (cached := model_name(place)) is not None:
+        if (cached := find_name_and_revision(place)) is not None:
             name, revision = cached
             return BaseName(name, name, revision)
-    named = (part for part in reversed(path.parts) if not NAMELESS.fullmatch(part))
+    named = (part for part in reversed(path.parts) if not CACHE_INTERNAL_NAME.fullmatch(part))
     return BaseName(next(named), str(path))
 
 
 # -- The model card, and the configuration of the training.
 
 
-CARD, CONFIG = "README.md", "training_config.yaml"
+CARD_FILE, CONFIG = "README.md", "training_config.yaml"
 _CAUSAL_CLASS = "AutoModelForCausalLM"
 
 _USAGE = {
@@ -104,15 +104,19 @@ def read_rope_scaling(checkpoint: Path, base: Path) -> Mapping[str, Any] | None:
     if (scaling := config.model.rope_scaling) is None:
         return None
     # Earlier versions did not save scaled_for; it only differs from data.seq_len for pairs.
-    return without_lengths(read_config(base), scaling, state.scaled_for or config.data.seq_len)
+    return length_independent_scaling(
+        read_config(base), scaling, state.scaled_for or config.data.seq_len
+    )
 
 
-def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
+def write_model_card(
+    checkpoint: Path, base: Path, out: Path, kind: str, is_whole_model: bool = True
+) -> None:
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
     ``kind`` is ``"adapter"``, ``"per-expert"``, ``"merged"`` or ``"gguf"``; ``base`` is the
-    directory of the base model. ``whole``: the export is loaded with all parts of the base, not
-    only with its language model.
+    directory of the base model. ``is_whole_model``: the export is loaded with all parts of the
+    base, not only with its language model.
 
     Raises:
         CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
@@ -151,17 +155,17 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     if energy is not None and energy.joules is not None:
         rows["energy of training"] = f"{energy.full_text}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
-    auto = _auto_class(base) if whole else _CAUSAL_CLASS
+    auto = _auto_class(base) if is_whole_model else _CAUSAL_CLASS
     scaling = read_rope_scaling(checkpoint, base)
     if scaling is not None:
-        rows["rotary positions"] = _describe_positions(config.model.rope_scaling or {}, scaling)
+        rows["rotary positions"] = _describe_rope_scaling(config.model.rope_scaling or {}, scaling)
         if kind in ("adapter", "per-expert"):
-            _warn_of_positions(scaling)
+            _warn_of_rope_scaling(scaling)
     about = f"{title}\n\n{run.notes}" if run.notes else title
     card = _format_card(
-        about, base, [tune.method, *run.tags], rows, kind, _usage(kind, auto, base, scaling)
+        about, base, [tune.method, *run.tags], rows, kind, _usage_code(kind, auto, base, scaling)
     )
-    (out / CARD).write_text(card, encoding="utf-8")
+    (out / CARD_FILE).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
 
@@ -187,21 +191,21 @@ def _format_card(
     )
 
 
-def _describe_positions(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
+def _describe_rope_scaling(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
     """Return model.rope_scaling in words, and the scaling with which others get the same."""
     text, same = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (trained, scaling))
     return text if scaling == trained else f"{text}; the same for texts of all lengths: {same}"
 
 
-def _warn_of_positions(scaling: Mapping[str, Any]) -> None:
+def _warn_of_rope_scaling(scaling: Mapping[str, Any]) -> None:
     log.warning(
         "an adapter contains no rotary positions: this one needs its base loaded with %s; see %s "
         "in its folder. export --to merged writes them into the model",
-        *(format_rope_scaling(scaling, "rope_parameters"), CARD),
+        *(format_rope_scaling(scaling, "rope_parameters"), CARD_FILE),
     )
 
 
-def _usage(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | None) -> str:
+def _usage_code(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | None) -> str:
     """Return code that loads an export; it sets scaled positions that no file contains.
 
     An adapter contains none of its base's configuration; a merged model has a config.json, and only
@@ -235,7 +239,7 @@ def _describe_data(data: DataConfig) -> Iterator[str]:
 
 
 def _read_license(base: Path) -> dict[str, str]:
-    card = base / CARD
+    card = base / CARD_FILE
     if not card.is_file():
         return _UNKNOWN_LICENSE
     parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
@@ -303,41 +307,45 @@ def _to_json_types(value: Any) -> Any:
 
 
 TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-_CONFIG = "tokenizer_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def write_template(template: str | None, base: Path, out: Path) -> None:
+def write_chat_template(template: str | None, base: Path, out: Path) -> None:
     """Put the chat templates into an export that already has the tokenizer files of ``base``.
 
     ``template`` is the one used in training, if it is not the base's: it replaces all others. If
     transformers would load a tokenizer.json differently, another tokenizer_class is named.
     """
     if template is not None:
-        _write(template, out)
+        _write_chat_template(template, out)
     else:
-        _copy_missing(base, out)
+        _copy_missing_templates(base, out)
     if may_have_own_class(out):
         try:
-            name_whole_file_class(load_tokenizer(base), out)
+            fix_exported_tokenizer_class(load_tokenizer(base), out)
         except DataError:
             return  # a tokenizer that cannot be loaded was not used in training
 
 
-def _write(template: str, out: Path) -> None:
+def _write_chat_template(template: str, out: Path) -> None:
     """Write one template, also to the place where older transformers look for it."""
     (out / TEMPLATE).write_text(template, encoding="utf-8")
-    file = out / _CONFIG
+    file = out / _TOKENIZER_CONFIG
     if file.is_file():
         settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _copy_missing(base: Path, out: Path) -> None:
+def _copy_missing_templates(base: Path, out: Path) -> None:
     """Write the base's templates that are missing in the copied files."""
     for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
         (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
-    config = json.loads((out / _CONFIG).read_text("utf-8")) if (out / _CONFIG).is_file() else {}
+    config = (
+        json.loads((out / _TOKENIZER_CONFIG).read_text("utf-8"))
+        if (out / _TOKENIZER_CONFIG).is_file()
+        else {}
+    )
     if (out / TEMPLATE).exists() or config.get("chat_template"):
         return
     if found := read_processor_template(base):

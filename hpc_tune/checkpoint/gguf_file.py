@@ -26,8 +26,8 @@ from hpc_tune.checkpoint.export import (
 from hpc_tune.checkpoint.export_metadata import (
     find_base_name,
     read_rope_scaling,
-    write_card,
-    write_template,
+    write_chat_template,
+    write_model_card,
 )
 from hpc_tune.checkpoint.merge import MergedModel
 from hpc_tune.config.tune import TuneConfig
@@ -35,7 +35,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region
-from hpc_tune.model.rotary import llama3_divisors, position_limit
+from hpc_tune.model.rotary import llama3_frequency_divisors, position_limit
 from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -86,7 +86,7 @@ def export_gguf(
     require_merge_memory(merged)
     regions = _tensor_regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
-        divisors = llama3_divisors(transformers_config)
+        divisors = llama3_frequency_divisors(transformers_config)
         shape = tuple(divisors.shape)
         name = "rope_freqs.weight"
         regions[name] = Region.whole(name, divisors.dtype, shape, lambda: divisors)
@@ -98,11 +98,11 @@ def export_gguf(
         _add_shape(writer, config)
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
-            write_template(template, base, Path(folder))
+            write_chat_template(template, base, Path(folder))
             num_tokens = regions["token_embd.weight"].box.shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
         _write_tensors(writer, regions, config, architecture)
-        write_card(checkpoint, base, temporary, "gguf")
+        write_model_card(checkpoint, base, temporary, "gguf")
     return out
 
 
@@ -123,7 +123,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
         why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
     elif rope.get("rope_type", "default") not in ("default", _LLAMA3, *_SCALED):
         why = f"its rotary positions are scaled ({rope['rope_type']})"
-    elif other := _other_than_llama_cpp(rope):
+    elif other := _yarn_differences(rope):
         why = f"its rotary positions are scaled (yarn) with {', '.join(other)}"
     elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
         why = f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
@@ -143,7 +143,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
     return _ARCHITECTURES[str(kind)]
 
 
-def _other_than_llama_cpp(rope: dict[str, Any]) -> list[str]:
+def _yarn_differences(rope: dict[str, Any]) -> list[str]:
     """Return the YaRN settings of a model that differ from llama.cpp's fixed values (``known``)."""
     if rope.get("rope_type") != "yarn":
         return []
@@ -280,7 +280,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     if not file.is_file():
         raise ConfigError(f"--to gguf needs the base model's tokenizer.json; {_ALTERNATIVE}")
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    cut = _split_rule(tokenizer)
+    cut = _pre_tokenizer_name(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
     kinds = [_UNUSED] * num_tokens
     found = [(number, text, _NORMAL) for text, number in tokenizer["model"]["vocab"].items()]
@@ -300,7 +300,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     SpecialVocab(folder, load_merges=has_merges, n_vocab=num_tokens).add_to_gguf(writer, quiet=True)
 
 
-def _split_rule(tokenizer: dict[str, Any]) -> str:
+def _pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for how a byte-level BPE tokenizer splits text."""
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])

@@ -14,7 +14,7 @@ from hpc_tune.data.order import compute_progress, phases_from_json
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, find_remedy
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
-from hpc_tune.model.weights import fingerprint_weights, hash_model, index_model_directory
+from hpc_tune.model.weights import fingerprint_weights, hash_architecture, index_model_directory
 from hpc_tune.rundir import outcome, owner
 from hpc_tune.rundir.json_lines import RESOLVED_CONFIG
 from hpc_tune.step.layout import describe_axes
@@ -61,7 +61,7 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     base = run_dir / "builtin-tiny" if is_builtin else Path(config.model.path)
     if moved_base is not None:
         base = moved_base
-        if hash_model(base, index_model_directory(base)) != state.model_identity:
+        if hash_architecture(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
     template = read_template(run_dir, config.data.chat_template)
     return LocatedCheckpoint(checkpoint, run_dir, config, base, template, state)
@@ -127,7 +127,7 @@ def read_template(run_dir: Path, chat_template: str | None) -> str | None:
         ) from None
 
 
-def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
+def describe_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     """Return one line per checkpoint of a run (or of one checkpoint), and whether all are valid.
 
     ``check_bytes`` reads every file; without it only manifests are read.
@@ -138,7 +138,7 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     is_one = (path / MANIFEST).is_file()
     seen: list[Path] = []
     for _ in range(_MAX_ATTEMPTS):
-        new = [p for p in ([path] if is_one else _open_store(path).steps()) if p not in seen]
+        new = [p for p in ([path] if is_one else _open_store(path).step_folders()) if p not in seen]
         seen += new
         for checkpoint in new:
             try:
@@ -239,10 +239,10 @@ def _find_newest(run_dir: Path) -> tuple[Path, RunState]:
     """Return the newest valid checkpoint, even if the active run removes some meanwhile."""
     store = _open_store(run_dir)
     for _ in range(_MAX_ATTEMPTS):
-        seen = store.steps()
+        seen = store.step_folders()
         newest = store.latest()
         if newest is None:
-            if store.steps() == seen:
+            if store.step_folders() == seen:
                 break
             continue
         try:

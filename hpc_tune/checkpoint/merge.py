@@ -10,7 +10,7 @@ import torch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.experts import AdaptedTensor, has_experts
-from hpc_tune.model.language import Storage, find_storage, read_language_config
+from hpc_tune.model.language import ModelFileLayout, find_model_file_layout, read_language_config
 from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, StoredPart
@@ -50,17 +50,17 @@ class MergedModel:
         for name in trained.shapes:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(LORA_A):
                 layer = name.removesuffix(LORA_A)
-                self._adapted[self._adapted_tensor(layer)] = layer
+                self._adapted[self._adapted_tensor_name(layer)] = layer
         # Modules trained in full beside an adapter, and trained rows of the embedding.
         of_adapter = (name for name in trained.shapes if name.startswith(ADAPTER_PREFIX))
         beside = [name for name in of_adapter if not adapted_layer(name)]
         rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
-        self._rows = {self._base_name(weight): name for name, weight in rows.items()}
-        self._replaced = {self._base_name(name): name for name in beside if name not in rows}
+        self._rows = {self._base_tensor_name(weight): name for name, weight in rows.items()}
+        self._replaced = {self._base_tensor_name(name): name for name in beside if name not in rows}
 
-    def _adapted_tensor(self, layer: str) -> str:
+    def _adapted_tensor_name(self, layer: str) -> str:
         stack = self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))
-        return self._base_name(f"{layer}.weight") if stack is None else stack.tensor
+        return self._base_tensor_name(f"{layer}.weight") if stack is None else stack.tensor
 
     @functools.cached_property
     def _expert_stacks(self) -> Mapping[str, AdaptedTensor]:
@@ -72,14 +72,14 @@ class MergedModel:
         )
 
     @functools.cached_property
-    def _parts_of_joined(self) -> Mapping[str, tuple[str, StoredPart]]:
+    def _parts_by_stored_name(self) -> Mapping[str, tuple[str, StoredPart]]:
         """For each stored tensor that is part of a joined one: that tensor's name, and the part."""
         joined = self._storage.index.joined if self._expert_stacks else {}
         return {
             part.stored.name: (name, part) for name, one in joined.items() for part in one.parts
         }
 
-    def _base_name(self, name: str) -> str:
+    def _base_tensor_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
         candidates = [path, path.partition(".")[2]]
         if stored := [one for one in candidates if one in self._stored.shapes]:
@@ -87,8 +87,8 @@ class MergedModel:
         names, known = self._storage.names, self._storage.index.shapes
         if renamed := names.renamed.get(path):
             return renamed
-        # name_in_whole: for old runs, which did not know their model as part of a whole one.
-        if joined := [one for one in (*candidates, names.name_in_whole(path)) if one in known]:
+        # whole_model_name: for old runs, which did not know their model as part of a whole one.
+        if joined := [one for one in (*candidates, names.whole_model_name(path)) if one in known]:
             return joined[0]
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
@@ -104,8 +104,8 @@ class MergedModel:
         return frozenset() if straight else self._storage.transposed
 
     @functools.cached_property
-    def _storage(self) -> Storage:
-        return find_storage(self._base, self._stored)
+    def _storage(self) -> ModelFileLayout:
+        return find_model_file_layout(self._base, self._stored)
 
     @property
     def copied_head(self) -> str | None:
@@ -113,9 +113,9 @@ class MergedModel:
         return self._storage.copied_head if "head" in " ".join(self._stored.shapes) else None
 
     @property
-    def has_other_dtypes(self) -> bool:
+    def changes_dtypes(self) -> bool:
         """Whether tensors get other dtypes than in the base's files."""
-        return self._stored.is_quantised or self._dtype is not None
+        return self._stored.is_quantized or self._dtype is not None
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +138,7 @@ class MergedModel:
 
     def _merge_tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        whole, part = self._parts_of_joined.get(name, (name, None))
+        whole, part = self._parts_by_stored_name.get(name, (name, None))
         if whole in self._trained.shapes or whole in self._replaced:
             box = Box.whole(tuple(out.shape)) if part is None else part.box
             values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
@@ -148,7 +148,7 @@ class MergedModel:
         elif (layer := self._adapted.get(whole)) is None:
             self._stored.fill(out, name)
         elif (stack := self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
-            self._add_to_experts(out, name, layer, stack)
+            self._add_expert_adapters(out, name, layer, stack)
         else:
             self._add_adapter(out, name, layer)
         if name in self._rows:
@@ -165,10 +165,10 @@ class MergedModel:
 
     def _is_changed(self, name: str) -> bool:
         changed = (self._trained.shapes, self._adapted, self._replaced, self._rows)
-        whole, _ = self._parts_of_joined.get(name, (name, None))
+        whole, _ = self._parts_by_stored_name.get(name, (name, None))
         return self._dtype is not None or any(whole in names for names in changed)
 
-    def _add_to_experts(
+    def _add_expert_adapters(
         self, out: torch.Tensor, name: str, layer: str, stack: AdaptedTensor
     ) -> None:
         """W_e + scale B_e A_e for each expert e of a stack, or of the part of it in ``out``.
@@ -179,7 +179,7 @@ class MergedModel:
         a, b = (self._trained.read(layer + end).float() for end in (LORA_A, LORA_B))
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
-        _, part = self._parts_of_joined.get(name, (name, None))
+        _, part = self._parts_by_stored_name.get(name, (name, None))
         part = part or StoredPart.whole(self._stored.sources[name])
         _, rows, columns = part.box.slices()
         for number in range(part.box.offset[0], part.box.end[0]):
@@ -200,7 +200,7 @@ class MergedModel:
         """
         scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (self._trained.read(layer + end) for end in (LORA_A, LORA_B))
-        _, part = self._parts_of_joined.get(name, (name, None))
+        _, part = self._parts_by_stored_name.get(name, (name, None))
         own = slice(None) if part is None else part.box.slices()[0]
         b = b[own]
         if name in self._transposed_names:

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from hpc_tune.config.load import field_names, setting_facts
+from hpc_tune.config.load import setting_facts, setting_names
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import Resume, flatten
+from hpc_tune.config.section import ResumeRule, flatten
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import facts
@@ -44,7 +44,7 @@ class Evals:
         now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
             best, since_best = now, 0
-        streak = () if chosen is None else facts.extend_streak(self.chosen, chosen)
+        streak = () if chosen is None else facts.extend_falling_streak(self.chosen, chosen)
         return Evals(self.first or now, now, best, since_best, streak)
 
     @classmethod
@@ -127,7 +127,7 @@ class RunState:
         Raises:
             CheckpointError: if this version cannot read it.
         """
-        names = set(field_names())
+        names = set(setting_names())
         known = {
             section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
             for section, fields in self.config.items()
@@ -158,7 +158,7 @@ def check_resume(
     other = "" if saved.model_identity == identity else "it is not the checkpoint's model"
     if not other and saved.has_other_weights(sample):
         other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
-    require_settings(saved, settings, other)
+    require_same_settings(saved, settings, other)
     warnings = _list_changes(saved, settings, "warn")
     if saved.total_steps != total_steps:
         warnings.append(
@@ -168,7 +168,7 @@ def check_resume(
     return warnings
 
 
-def require_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
+def require_same_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
     """Check the settings that must match, before the data and the model are loaded.
 
     ``other_model`` says how the model differs, if it does.
@@ -186,7 +186,7 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         )
 
 
-def _list_changes(saved: RunState, settings: Settings, kind: Resume) -> list[str]:
+def _list_changes(saved: RunState, settings: Settings, kind: ResumeRule) -> list[str]:
     # A setting that an earlier version lacked counts as having its default.
     before, now = flatten(RunConfig().model_dump()) | flatten(saved.config), flatten(settings)
     return [

@@ -64,7 +64,7 @@ class Store:
         self.folder, self._keep = folder, keep
         self._keep_every, self._keep_best = keep_every, keep_best
 
-    def steps(self) -> list[Path]:
+    def step_folders(self) -> list[Path]:
         """Return the committed checkpoints, oldest first, without looking inside."""
         if not self.folder.is_dir():
             return []
@@ -81,7 +81,7 @@ class Store:
         Raises:
             UnreadableError: if the file system refuses to read one that may be the newest.
         """
-        return newest_valid(self.steps(), find_damage)
+        return newest_valid(self.step_folders(), find_damage)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder to write step ``step`` into.
@@ -144,14 +144,14 @@ class Store:
         Later checkpoints are from steps that the run repeats, because they were damaged or the run
         resumed from an older one. Folders that end in .tmp were interrupted.
         """
-        steps = self.steps()
-        end = steps.index(newest) + 1
-        old = steps[: max(0, end - self._keep)]
+        step_folders = self.step_folders()
+        end = step_folders.index(newest) + 1
+        old = step_folders[: max(0, end - self._keep)]
         try:
-            for path in steps[end:]:
+            for path in step_folders[end:]:
                 require_wanted()
                 _supersede(path)
-            stays = self._best_checkpoints(steps[:end]) | {
+            stays = self._best_checkpoints(step_folders[:end]) | {
                 p for p in old if self._is_kept_by_step(p)
             }
             for leftover in self.folder.glob("step-*.tmp"):
@@ -181,7 +181,7 @@ class Store:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
 
-    def _best_checkpoints(self, steps: list[Path]) -> set[Path]:
+    def _best_checkpoints(self, step_folders: list[Path]) -> set[Path]:
         """Return the checkpoint with the lowest held-out loss, the newest if several are equal.
 
         If the held-out data changed during the run, return one checkpoint for each data, since
@@ -191,7 +191,7 @@ class Store:
             UnreadableError: if the file system refuses to read a manifest.
         """
         best: dict[str, tuple[float, Path]] = {}
-        for path in steps if self._keep_best else ():
+        for path in step_folders if self._keep_best else ():
             try:
                 state = read_state(path)
             except CheckpointError:
@@ -340,7 +340,7 @@ def _write_manifest(folder: Path, body: dict[str, Any]) -> None:
     write_file(folder / MANIFEST, text, durable=True)
 
 
-def sync_written(file: Path) -> WrittenFile:
+def sync_and_hash(file: Path) -> WrittenFile:
     """Sync a small file that a library has written, and return its size and hash."""
     sync_file(file)
     return WrittenFile(file.name, file.stat().st_size, _hash_file(file))

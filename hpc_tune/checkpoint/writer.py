@@ -164,12 +164,12 @@ class CudaStagingDevice:
 
 def choose_staging_bytes(
     wanted: int | Literal["auto"],
-    total: int,
+    total_bytes: int,
     on_device: bool,
     admit: Callable[[int, str], bool],
     kept: int = 0,
 ) -> int:
-    """Return how many of the ``total`` bytes that a rank saves it may copy.
+    """Return how many of the ``total_bytes`` bytes that a rank saves it may copy.
 
     ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
     bytes in addition to the ``kept`` ones of the last save.
@@ -177,12 +177,12 @@ def choose_staging_bytes(
     if wanted != "auto":
         sizes = [wanted]
     else:
-        sizes = [total, STAGING_BYTES] if on_device else [STAGING_BYTES]
+        sizes = [total_bytes, STAGING_BYTES] if on_device else [STAGING_BYTES]
     why = "copies of what is to be saved"
-    return next((size for size in sizes if admit(max(0, min(size, total) - kept), why)), 0)
+    return next((size for size in sizes if admit(max(0, min(size, total_bytes) - kept), why)), 0)
 
 
-def block_bytes(regions: Sequence[Region]) -> int:
+def total_block_bytes(regions: Sequence[Region]) -> int:
     """Return the bytes of the blocks that hold copies of ``regions``."""
     last = max((piece.block for piece in cut_pieces(regions)), default=-1)
     return (last + 1) * PIECE_BYTES
@@ -205,7 +205,7 @@ def cut_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
 # -- The thread that writes a rank's tensors.
 
 
-class Writer:
+class CheckpointWriter:
     """One rank's part of one checkpoint, written by a separate thread."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Writer:
         for number, piece in enumerate(self._pieces):
             self._numbers[piece.region].append(number)
         self._device = device
-        self._copies_all = device is not None and block_bytes(self._regions) <= budget_bytes
+        self._copies_all = device is not None and total_block_bytes(self._regions) <= budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the piece that is being written
         self._num_read = 0  # regions, including the one that is being read
@@ -327,7 +327,7 @@ class Writer:
                     self._copy_all(device)
                 for file, regions in self._files.items():
                     self._written.append(
-                        write_regions(file, regions, self._read, self._count_progress)
+                        write_regions(file, regions, self._read_pieces, self._count_progress)
                     )
         except CheckpointError as error:
             self._error = self._error or error
@@ -352,7 +352,7 @@ class Writer:
     def _count_progress(self) -> None:
         self._num_progressed += 1
 
-    def _read(self, region: Region) -> Iterator[torch.Tensor]:
+    def _read_pieces(self, region: Region) -> Iterator[torch.Tensor]:
         """Yield the values of the next region by piece: from its copy if there is one."""
         self._num_read += 1
         for number in self._numbers[self._num_read - 1]:
@@ -411,10 +411,10 @@ class SaveReports:
 
         _with_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
 
-    def collect(self, own: SaveReport, between: Callable[[], None]) -> list[SaveReport]:
+    def collect(self, own: SaveReport, while_waiting: Callable[[], None]) -> list[SaveReport]:
         """Wait for the reports of all ranks and return them by rank; only for rank 0.
 
-        ``between`` is called repeatedly while waiting, and may raise.
+        ``while_waiting`` is called repeatedly while waiting, and may raise.
 
         Raises:
             CheckpointError: if the store is gone.
@@ -422,7 +422,7 @@ class SaveReports:
         size = self._world.size
         lost = "rank 0 cannot learn whether the other ranks have written their parts of a save"
         while size > 1 and _with_store(lambda: self._keys.add(0), lost) < size - 1:
-            between()
+            while_waiting()
             time.sleep(_POLL_S)
         return [
             own,

@@ -26,7 +26,7 @@ _APPTAINER = "apptainer exec"
 _GPUS = {"nvidia": "--nv", "amd": "--rocm"}
 
 
-def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
+def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
     """Return ``launch``, which starts the ranks, in a container if the settings name one (pure).
 
     ``folder``, which the job runs in, is bound too.
@@ -135,7 +135,7 @@ def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], f
     Raises:
         ConfigError: if the settings do not form a command line.
     """
-    started = with_container(settings, launch, folder)
+    started = wrap_in_container(settings, launch, folder)
     _require_valid_command(settings, launch, started, [*arguments, str(folder)])
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", started]
     if settings.container or settings.image:

@@ -17,13 +17,13 @@ from hpc_tune.cluster import protocol, slurm
 from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
-    TORCH_NAMES,
+    TORCH_VARIABLES,
     Claim,
     Environ,
     Launcher,
     read_claim,
 )
-from hpc_tune.cluster.slurm import STEP_SIZE, is_srun_step
+from hpc_tune.cluster.slurm import STEP_NUM_TASKS_VARIABLE, is_srun_step
 from hpc_tune.errors import WorldError
 
 # -- Open MPI's mpirun, and PRRTE's prun, which starts the ranks for it.
@@ -65,12 +65,14 @@ def _openmpi_cannot_start(library: str) -> bool:
 
 OPENMPI = Launcher(
     _claim_of_openmpi,
-    prefixes=("OMPI_", "PMIX_", "PRTE_"),
-    processes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
-    library_folder="OMPI_LIBDIR_LOC",
+    variable_prefixes=("OMPI_", "PMIX_", "PRTE_"),
+    process_prefixes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
+    library_folder_variable="OMPI_LIBDIR_LOC",
     cannot_start=_openmpi_cannot_start,
 )
-PRUN = Launcher(_claim_of_prun, prefixes=("PMIX_", "PRTE_"), processes=("prterun", "prted"))
+PRUN = Launcher(
+    _claim_of_prun, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
+)
 
 
 # -- Hydra, the mpirun of MPICH, Intel MPI and MVAPICH.
@@ -126,9 +128,13 @@ def _claim_of_mvapich(environ: Environ) -> Claim | None:
 
 _HYDRA_PROCESSES = ("mpirun", "mpiexec", "hydra")
 HYDRA = Launcher(
-    _claim_of_hydra, prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"), processes=_HYDRA_PROCESSES
+    _claim_of_hydra,
+    variable_prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"),
+    process_prefixes=_HYDRA_PROCESSES,
 )
-MVAPICH = Launcher(_claim_of_mvapich, prefixes=("MV2_",), processes=_HYDRA_PROCESSES)
+MVAPICH = Launcher(
+    _claim_of_mvapich, variable_prefixes=("MV2_",), process_prefixes=_HYDRA_PROCESSES
+)
 
 
 # -- Flux's ``flux run``, and IBM's jsrun.
@@ -160,11 +166,11 @@ def _claim_of_jsrun(environ: Environ) -> Claim | None:
 
 FLUX = Launcher(
     _claim_of_flux,
-    prefixes=("FLUX_",),
-    processes=("flux-shell", "flux-broker"),
+    variable_prefixes=("FLUX_",),
+    process_prefixes=("flux-shell", "flux-broker"),
     advice="With Open MPI, start with flux run -o pmi=pmix.",
 )
-JSRUN = Launcher(_claim_of_jsrun, prefixes=("JSM_",), processes=("jsrun", "jsmd"))
+JSRUN = Launcher(_claim_of_jsrun, variable_prefixes=("JSM_",), process_prefixes=("jsrun", "jsmd"))
 
 
 # -- PALS, the launcher of HPE Cray systems.
@@ -180,13 +186,13 @@ def _claim_of_pals(environ: Environ) -> Claim | None:
         "pals",
         LIBMPI_OF_MPICH,
         rank="PALS_RANKID",
-        size=STEP_SIZE if of_srun else "PMI_SIZE",
+        size=STEP_NUM_TASKS_VARIABLE if of_srun else "PMI_SIZE",
         local_rank="PALS_LOCAL_RANKID",
         local_size="PALS_LOCAL_SIZE",
     )
 
 
-PALS = Launcher(_claim_of_pals, prefixes=("PALS_",), processes=("pals",))
+PALS = Launcher(_claim_of_pals, variable_prefixes=("PALS_",), process_prefixes=("pals",))
 
 
 # -- torchrun, which runs a store for its ranks and pins none of them.
@@ -212,7 +218,7 @@ def _claim_of_torchrun(environ: Environ) -> Claim | None:
 
 TORCHRUN = Launcher(
     _claim_of_torchrun,
-    prefixes=("TORCHELASTIC_", *TORCH_NAMES, *_NODE_VARIABLES),
+    variable_prefixes=("TORCHELASTIC_", *TORCH_VARIABLES, *_NODE_VARIABLES),
     has_store=True,
 )
 
@@ -252,11 +258,11 @@ LAUNCHERS = (
     HYDRA,
     slurm.SRUN,
     PRUN,
-    protocol.PLAIN,
-    protocol.SINGLE,
+    protocol.TORCH_VARIABLES_LAUNCHER,
+    protocol.SINGLE_PROCESS,
 )
-VARIABLE_PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
-PROCESS_NAMES = tuple(name for launcher in LAUNCHERS for name in launcher.processes)
+VARIABLE_PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.variable_prefixes)
+PROCESS_PREFIXES = tuple(name for launcher in LAUNCHERS for name in launcher.process_prefixes)
 
 
 def find_launcher(environ: Environ) -> tuple[Launcher, Claim]:
@@ -313,7 +319,7 @@ _NUM_RANKS_OPTIONS = ("-np", "--np", "-n", "--n", "-c")
 _HOSTFILE_OPTIONS = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
 _HOST_LIST_OPTIONS = ("--host", "-host", "-H", "-hosts", "--hosts", "--hostlist")
 _SRUN_NODE_OPTIONS = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x", "--exclude")
-_PER_NODE = "--ntasks-per-node"
+_TASKS_PER_NODE_OPTION = "--ntasks-per-node"
 _DAEMONS = ("prted", "orted", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 _TWO_VALUE_OPTIONS = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
 
@@ -368,7 +374,7 @@ def read_num_ranks(words: Sequence[str], kind: LauncherKind) -> int | None:
 
 def read_ranks_per_node(words: Sequence[str]) -> int | None:
     """Return the ranks per node that srun's or PALS's options ask for, if they say so."""
-    text = _option_value(words, (_PER_NODE, "--ppn", "-ppn"))
+    text = _option_value(words, (_TASKS_PER_NODE_OPTION, "--ppn", "-ppn"))
     return int(text) if text is not None and text.isdigit() else None
 
 
@@ -461,7 +467,9 @@ def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
 # -- A command of hpc_tune in its own process, which is not a rank.
 
 
-def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+def run_hpc_tune_command(
+    words: Iterable[str], limit_s: float
+) -> "subprocess.CompletedProcess[str]":
     """Run ``python -m hpc_tune`` with ``words``; return its exit code and what it has printed.
 
     Raises:

@@ -35,7 +35,7 @@ from hpc_tune.units import count_of
 
 
 PROBE_LIMIT_S = 20.0
-_END_LIMIT_S = 3.0
+_PROCESS_END_LIMIT_S = 3.0
 _MAX_PARALLEL = 32
 
 
@@ -94,14 +94,14 @@ def _end_process(process: "subprocess.Popen[str]") -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_END_LIMIT_S)
+            process.communicate(timeout=_PROCESS_END_LIMIT_S)
             return
 
 
 # -- On which nodes the ranks are started.
 
 
-_STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm no longer lists an ended step
+_STEP_END_LIMIT_S, _LOST_STEP_END_LIMIT_S = 60.0, 5.0  # until Slurm no longer lists an ended step
 _DRAINED = "drain"
 
 
@@ -151,7 +151,7 @@ class JobNodes:
         self._kind = launchers.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
         if self._kind == "srun":
             self._launch = launchers.add_no_kill(self._launch)
-        self._counts = self._find_counts()
+        self._counts = self._find_ranks_per_node()
         self._before: set[str] | None = None  # the steps that others have started
         self._shares_steps = False
         self._lost: dict[str, str] = {}
@@ -214,25 +214,25 @@ class JobNodes:
     def _fit_layout(self, nodes: Sequence[str]) -> dict[str, int] | None:
         return fit_layout(self._parallel, self._num_ranks(nodes))
 
-    def exclude_faulty(
+    def exclude_faulty_nodes(
         self,
         used: Sequence[str],
-        accused: Mapping[str, str],
-        progressed: bool,
+        suspects: Mapping[str, str],
+        has_progressed: bool,
         has_cause: bool = False,
-        certain: Collection[str] = (),
+        certain_suspects: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
         """After a failed start on ``used``, return the nodes to leave out from now on, and why.
 
         Also return whether nothing else is to blame: Slurm or a probe calls them lost, or they were
-        already tried once more. ``accused``: the nodes that the launcher or the report names; they
-        are tried once more before they are left out, except those in ``certain``. ``progressed``:
-        whether the start saved a newer checkpoint; ``has_cause``: whether the report gives a cause
-        that is not a node, such as a full disk.
+        already tried once more. ``suspects``: the nodes that the launcher or the report names; they
+        are tried once more before they are left out, except those in ``certain_suspects``.
+        ``has_progressed``: whether the start saved a newer checkpoint; ``has_cause``: whether the
+        report gives a cause that is not a node, such as a full disk.
         """
         if not self.can_choose_nodes:
             return {}, False
-        lost = self._slurm.find_sick(self._usable_nodes) if self._slurm is not None else {}
+        lost = self._slurm.find_sick_nodes(self._usable_nodes) if self._slurm is not None else {}
         if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, for later
             lost = {node: why for node, why in lost.items() if _DRAINED not in why}
         rest = [node for node in self._usable_nodes if node not in lost]
@@ -240,14 +240,14 @@ class JobNodes:
             rest, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
         )
         named = {
-            node: accused[name]
-            for name in accused
+            node: suspects[name]
+            for name in suspects
             if (node := self._find_node(name)) is not None and node in used
         }
         if len(named) == len(used):
             named = {}
         named = {node: why for node, why in named.items() if node in self._usable_nodes}
-        at_once = {self._find_node(name) for name in certain}
+        at_once = {self._find_node(name) for name in certain_suspects}
         again = {node for node in named if node not in at_once | self._suspects}
         twice = {node for node in named if node in self._suspects}
         if not lost:
@@ -258,7 +258,7 @@ class JobNodes:
                 )
         found = lost or {node: why for node, why in named.items() if node not in again}
         if not found and not again and not has_cause:
-            found = self._swap_in_spare(used, progressed)
+            found = self._swap_in_spare(used, has_progressed)
         self.left_out |= found
         self._lost = lost
         return found, bool(lost or twice)
@@ -268,7 +268,7 @@ class JobNodes:
         self._lost = {}
         if self._slurm is not None:
             own = self._slurm.steps(self._steps) - (self._before or set())
-            self._slurm.end(own, _LOST_STEPS_GONE_S)
+            self._slurm.end(own, _LOST_STEP_END_LIMIT_S)
 
     def _wait_for_steps(self) -> None:
         """Wait until the last start's steps are gone, but not for steps on lost nodes."""
@@ -276,7 +276,7 @@ class JobNodes:
             return
         own = self._slurm.steps(self._steps)
         left = set() if self._before is None else own - self._before
-        if left and (self._lost or not self._slurm.end(left, _STEPS_GONE_S)):
+        if left and (self._lost or not self._slurm.end(left, _STEP_END_LIMIT_S)):
             log.warning(
                 "Slurm still lists the step %s, as it does after a node is lost: the next step "
                 "shares its resources",
@@ -285,16 +285,16 @@ class JobNodes:
             self._shares_steps = True
         self._before = self._slurm.steps(self._steps)
 
-    def _swap_in_spare(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
+    def _swap_in_spare(self, used: Sequence[str], has_progressed: bool) -> dict[str, str]:
         """If nothing says which node is at fault, leave out none at first, then one for a spare."""
-        self._num_unexplained = 1 if progressed else self._num_unexplained + 1
+        self._num_unexplained = 1 if has_progressed else self._num_unexplained + 1
         if self._num_unexplained < 2 or len(self._usable_nodes) <= self._num_wanted:
             return {}
         self._num_swapped += 1
         node = used[-1 - (self._num_swapped - 1) % len(used)]
         return {node: "nothing says which node is at fault: a spare one is tried in its place"}
 
-    def _find_counts(self) -> dict[str, int]:
+    def _find_ranks_per_node(self) -> dict[str, int]:
         """Return the number of ranks of each node, empty if not known."""
         if self._kind is None:
             return {}
@@ -351,7 +351,7 @@ _TERMINATION = re.compile(
 _GONE_HOST = re.compile(r"\bhost (\S+?)(?: \(ranks? [\d, and-]+\)|\) is gone)")
 
 
-class LauncherLines:
+class LauncherOutputParser:
     """Reads what a launcher prints, line by line, and remembers which nodes it accuses."""
 
     def __init__(self) -> None:

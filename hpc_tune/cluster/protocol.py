@@ -66,21 +66,21 @@ class Launcher:
     """What starts the ranks, and the variables that it sets for them.
 
     ``claim`` is pure and returns ``None`` unless this launcher has started the process. The names
-    of its variables begin with one of ``prefixes``, the names of its own processes with one of
-    ``processes``.
+    of its variables begin with one of ``variable_prefixes``, the names of its own processes with
+    one of ``process_prefixes``.
 
-    Ranks that use MPI: ``library_folder`` is the variable that names the folder of the MPI library.
-    ``cannot_start`` tells from a library's version string whether MPI_Init would end the rank.
-    ``advice`` ends the error of ranks that have loaded another MPI.
+    Ranks that use MPI: ``library_folder_variable`` is the variable that names the folder of the MPI
+    library. ``cannot_start`` tells from a library's version string whether MPI_Init would end the
+    rank. ``advice`` ends the error of ranks that have loaded another MPI.
 
     Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
     ``meeting_point``. ``claim_without_mpi`` is for ranks that could use MPI but lack mpi4py.
     """
 
     claim: Callable[[Environ], Claim | None]
-    prefixes: tuple[str, ...] = ()
-    processes: tuple[str, ...] = ()
-    library_folder: str | None = None
+    variable_prefixes: tuple[str, ...] = ()
+    process_prefixes: tuple[str, ...] = ()
+    library_folder_variable: str | None = None
     cannot_start: Callable[[str], bool] = _always_false
     advice: str = ""
     has_store: bool = False
@@ -92,14 +92,14 @@ class Launcher:
 class JobEnergy:
     """The energy that a scheduler has counted for a job's nodes, in one execution of the job.
 
-    If it is not known, ``joules`` is None and ``why`` says why. ``of_steps``: it is a sum over
-    steps, several of which can have counted the same node.
+    If it is not known, ``joules`` is None and ``why`` says why. ``is_sum_of_steps``: it is a sum
+    over steps, several of which can have counted the same node.
     """
 
     job: str
     joules: float | None = None
     why: str = ""
-    of_steps: bool = False
+    is_sum_of_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,23 +160,25 @@ def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **nam
 # deepspeed's launcher, a Kubernetes PyTorchJob and a loop over ssh start such ranks.
 
 
-UNKNOWN = "an unknown launcher"
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
+UNKNOWN_LAUNCHER = "an unknown launcher"
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SINGLE_CLAIM = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
 
 
 def _claim_without_nodes(environ: Environ) -> Claim | None:
     """Return a claim without nodes: such launchers have different variables for them, or none."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
-    claim = read_claim(environ, UNKNOWN, rank="RANK", size="WORLD_SIZE")
+    claim = read_claim(environ, UNKNOWN_LAUNCHER, rank="RANK", size="WORLD_SIZE")
     if claim.size == 1 and claim.rank in (0, None):
         return None
-    if missing := [name for name in TORCH_NAMES if not environ.get(name)]:
-        given = ", ".join(f"{name}={environ[name]}" for name in TORCH_NAMES if environ.get(name))
+    if missing := [name for name in TORCH_VARIABLES if not environ.get(name)]:
+        given = ", ".join(
+            f"{name}={environ[name]}" for name in TORCH_VARIABLES if environ.get(name)
+        )
         raise WorldError(
             f"the environment has {given}, but not {', '.join(missing)}: a launcher sets "
-            f"{', '.join(TORCH_NAMES)} for each rank. Set them, start with mpirun, srun or "
+            f"{', '.join(TORCH_VARIABLES)} for each rank. Set them, start with mpirun, srun or "
             "torchrun, or unset them all for a single process"
         )
     if not re.fullmatch(r"[0-9]{1,5}", environ["MASTER_PORT"]):
@@ -190,8 +192,10 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
     return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 
-PLAIN = Launcher(_claim_without_nodes, prefixes=TORCH_NAMES, meeting_point=_meeting_point)
-SINGLE = Launcher(lambda environ: _SINGLE)
+TORCH_VARIABLES_LAUNCHER = Launcher(
+    _claim_without_nodes, variable_prefixes=TORCH_VARIABLES, meeting_point=_meeting_point
+)
+SINGLE_PROCESS = Launcher(lambda environ: _SINGLE_CLAIM)
 
 
 # -- What a scheduler's programs answer.

@@ -40,23 +40,23 @@ def find_job(environ: Environ) -> BatchJob | None:
     return None
 
 
-def find_job_end(environ: Environ, ask: bool) -> float | None:
+def find_job_end_s(environ: Environ, asks_scheduler: bool) -> float | None:
     """Return when the batch job ends, in seconds since the epoch; ``None`` if it has no limit.
 
     An end in the past belongs to an earlier job, whose environment a shell has kept: no job
-    outlives its end. ``ask``: ask the scheduler if the environment does not tell.
+    outlives its end. ``asks_scheduler``: ask the scheduler if the environment does not tell.
     """
     for name in (_END_VARIABLE, *(s.end for s in SCHEDULERS if s.end is not None)):
         text = environ.get(name, "")
         if text.isdigit() and int(text) > time.time():
             return float(text)
-        if text.isdigit() and int(text) > 0 and ask:
+        if text.isdigit() and int(text) > 0 and asks_scheduler:
             log.warning(
                 "%s=%s is in the past, so it is ignored: the environment is from an earlier job",
                 name,
                 text,
             )
-    job = find_job(environ) if ask else None
+    job = find_job(environ) if asks_scheduler else None
     end_s = None if job is None else job.scheduler.ask_end(job.id)
     if end_s is not None and (ago_s := time.time() - end_s) > 0:
         log.warning(
@@ -76,14 +76,18 @@ def leave_before_s(environ: Environ, default_s: float) -> float:
     return float(text) if text.isdigit() and int(text) else default_s
 
 
-def choose_section(of_slurm: SlurmConfig, of_pbs: PbsConfig, environ: Environ) -> JobConfig:
+def choose_section(slurm_config: SlurmConfig, pbs_config: PbsConfig, environ: Environ) -> JobConfig:
     """Return the section for this process's job.
 
     It is ``pbs`` if that is given and this is a PBS job or ``slurm`` is not given; else ``slurm``.
     """
     job = find_job(environ)
     is_of_pbs = job is not None and job.scheduler is pbs.PBS
-    return of_pbs if of_pbs.is_given and (is_of_pbs or not of_slurm.is_given) else of_slurm
+    return (
+        pbs_config
+        if pbs_config.is_given and (is_of_pbs or not slurm_config.is_given)
+        else slurm_config
+    )
 
 
 def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:

@@ -20,7 +20,7 @@ from hpc_tune.cluster.protocol import (
     ANSWER_LIMIT_S,
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
-    TORCH_NAMES,
+    TORCH_VARIABLES,
     Claim,
     Environ,
     JobEnergy,
@@ -117,7 +117,7 @@ def _job_energy(own: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
             return JobEnergy(own.job, row.joules)
     if own.joules is None:
         return JobEnergy(own.job, why="Slurm has counted no energy there (AcctGatherEnergyType)")
-    return JobEnergy(own.job, own.joules, of_steps=True)
+    return JobEnergy(own.job, own.joules, is_sum_of_steps=True)
 
 
 def _parse_rows(text: str) -> Iterator[_SacctRow]:
@@ -135,12 +135,12 @@ def _parse_joules(text: str) -> float | None:
     return float(text) if known else None
 
 
-STEP_SIZE = "SLURM_STEP_NUM_TASKS"
+STEP_NUM_TASKS_VARIABLE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # How long scontrol may take: all ranks wait while rank 0 asks for the end of the job.
-_END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
+_ASK_END_LIMIT_S, _ASK_PREEMPTED_LIMIT_S = 10.0, 30.0
 
 
 def is_srun_step(environ: Environ) -> bool:
@@ -161,7 +161,7 @@ def _claim_of_slurm(environ: Environ) -> Claim | None:
         return None
     plain = _claim_without_mpi(environ)
     # A task may start ranks itself, as deepspeed's launcher does on each node.
-    sets_all = all(name in environ for name in (*TORCH_NAMES, "LOCAL_RANK"))
+    sets_all = all(name in environ for name in (*TORCH_VARIABLES, "LOCAL_RANK"))
     if sets_all and environ["WORLD_SIZE"] != str(plain.size):
         return None
     # One task is often an interactive shell (srun --pty bash), whose PMI server serves one MPI_Init
@@ -184,7 +184,7 @@ def _claim_without_mpi(environ: Environ) -> Claim:
         environ,
         "slurm",
         rank="SLURM_PROCID",
-        size=first(STEP_SIZE, "SLURM_NTASKS"),
+        size=first(STEP_NUM_TASKS_VARIABLE, "SLURM_NTASKS"),
         local_rank="SLURM_LOCALID",
         node="SLURM_NODEID",
         num_nodes=first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
@@ -250,8 +250,8 @@ def _expand_ranges(text: str) -> list[str]:
 
 SRUN = Launcher(
     _claim_of_slurm,
-    prefixes=("SLURM_",),
-    processes=("slurmstepd",),
+    variable_prefixes=("SLURM_",),
+    process_prefixes=("slurmstepd",),
     advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
     "then) may be all it needs.",
     meeting_point=_meeting_point,
@@ -285,7 +285,9 @@ def _ask_end(job_id: str) -> float | None:
     """Return when the job ends; a job without a limit has no end."""
     if not _JOB_ID.fullmatch(job_id):
         return None
-    end = _find_in_job(job_id, r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", _END_LIMIT_S)
+    end = _search_scontrol_job(
+        job_id, r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", _ASK_END_LIMIT_S
+    )
     return None if end is None else datetime.fromisoformat(end).timestamp()
 
 
@@ -295,10 +297,10 @@ def _is_preempted(job_id: str) -> bool:
     With a grace time (GraceTime) Slurm sends SIGTERM to the ranks, as scancel can, and waits; a job
     that ends in that time counts as ended and is not requeued.
     """
-    return _find_in_job(job_id, r"\bPreemptTime=(\d)", _PREEMPTED_LIMIT_S) is not None
+    return _search_scontrol_job(job_id, r"\bPreemptTime=(\d)", _ASK_PREEMPTED_LIMIT_S) is not None
 
 
-def _find_in_job(job_id: str, pattern: str, limit_s: float) -> str | None:
+def _search_scontrol_job(job_id: str, pattern: str, limit_s: float) -> str | None:
     """Return the group of ``pattern`` in what scontrol shows of a job, if it answers."""
     # A time format that the user has set would not be understood.
     command = ("scontrol", "show", "job", job_id)
@@ -377,7 +379,7 @@ def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
 
 # With it a step shares the resources of an old step whose end a lost node has not reported.
 OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
-GUARD_STEP = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
+GUARD_STEP_NAME = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
 _POLL_S = 0.5
 # The states in sinfo of nodes on which no rank can start; a * after it: the node does not answer.
 _SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
@@ -410,12 +412,12 @@ class SlurmNodes:
             return dict.fromkeys(self._given)
         return dict(zip(self._given, self._counts, strict=True))
 
-    def find_sick(self, nodes: Sequence[str]) -> dict[str, str]:
+    def find_sick_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return the ``nodes`` that the job no longer has or that cannot be used, and why.
 
         If Slurm does not answer, that counts as good news.
         """
-        shown = _find_in_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
+        shown = _search_scontrol_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
         held = expand_nodelist(shown) if shown else list(nodes)
         states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {
@@ -507,13 +509,13 @@ class RequeueGuard:
         if runs or not others or self._first not in nodes:
             return
         self._node = others[0]
-        words = ["srun", "--no-kill", f"--job-name={GUARD_STEP}", "--nodes=1", "--ntasks=1"]
+        words = ["srun", "--no-kill", f"--job-name={GUARD_STEP_NAME}", "--nodes=1", "--ntasks=1"]
         words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
         words += [
             "sh",
             "-c",
             _GUARD_SCRIPT,
-            GUARD_STEP,
+            GUARD_STEP_NAME,
             self._first,
             self._job_id,
             str(GUARD_CHECK_EVERY_S),

@@ -32,7 +32,7 @@ class _SubmitCommand:
     """A scheduler's command that reads a script from standard input, and one that shows a job."""
 
     words: Sequence[str]
-    shows: str
+    status_template: str
 
 
 _COMMANDS = {
@@ -46,7 +46,9 @@ def find_schedulers() -> list[str]:
     return [name for name, command in _COMMANDS.items() if shutil.which(command.words[0])]
 
 
-def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
+def choose_scheduler(
+    slurm_config: SlurmConfig, pbs_config: PbsConfig, named: str | None
+) -> JobConfig:
     """Return the section of the scheduler that gets the job.
 
     It is the one that is ``named``, else the only one whose section is given, else the only one
@@ -55,7 +57,7 @@ def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None
     Raises:
         ConfigError: if this does not decide between the two.
     """
-    sections: dict[str, JobConfig] = {"slurm": of_slurm, "pbs": of_pbs}
+    sections: dict[str, JobConfig] = {"slurm": slurm_config, "pbs": pbs_config}
     if named is not None:
         return sections[named]
     given = [name for name, section in sections.items() if section.is_given]
@@ -65,7 +67,7 @@ def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None
     if len(here) == 1:
         return sections[here[0]]
     if not given and not here:
-        return of_slurm
+        return slurm_config
     is_said = "has a slurm and a pbs section" if given else "has neither a slurm nor a pbs section"
     found = "sbatch and qsub" if here else "neither sbatch nor qsub"
     raise ConfigError(
@@ -102,7 +104,7 @@ def submit_job(script: str, settings: JobConfig, folder: Path, environ: Environ)
     Raises:
         HpcTuneError: if the scheduler is missing or refuses, or the output's folder cannot be made.
     """
-    for warning in _missing_files(settings):
+    for warning in _missing_file_warnings(settings):
         log.warning(warning)
     words = _COMMANDS[settings.section].words
     if settings.section == "pbs":
@@ -116,7 +118,7 @@ def submit_job(script: str, settings: JobConfig, folder: Path, environ: Environ)
 
 def status_command(settings: JobConfig, job: str) -> str:
     """Return the command that shows a job."""
-    return _COMMANDS[settings.section].shows.format(job)
+    return _COMMANDS[settings.section].status_template.format(job)
 
 
 def _run_command(
@@ -159,7 +161,7 @@ def _require_pbs(command: str) -> None:
     )
 
 
-def _missing_files(settings: JobConfig) -> Iterator[str]:
+def _missing_file_warnings(settings: JobConfig) -> Iterator[str]:
     """Yield a warning for each file that the script sources and this host does not have."""
     for name, file in sourced_files(settings).items():
         if not Path(file).is_file():

@@ -22,8 +22,10 @@ VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-_COUNT, _LIST = "SLURM_GPUS_ON_NODE", "PBS_GPUFILE"  # a number of GPUs; a file with their names
-_GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _COUNT, _LIST)
+# a number of GPUs; a file with their names
+_GPU_COUNT_VARIABLE = "SLURM_GPUS_ON_NODE"
+_GPU_LIST_VARIABLE = "PBS_GPUFILE"
+_GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _GPU_COUNT_VARIABLE, _GPU_LIST_VARIABLE)
 # What Slurm, or a user, sets for no GPU at all.
 _NO_GPU_VALUES = ("", "-1", "nodevfiles", "none", "void")
 # The oldest driver that runs programs of each major version of CUDA (CUDA Compatibility, table 1).
@@ -59,7 +61,7 @@ class UnusedGpus:
     """Why no GPU of a node is used: an error if the job was granted some, else a warning."""
 
     text: str
-    is_refused: bool
+    is_error: bool
 
 
 def find_unused_gpus(
@@ -74,11 +76,9 @@ def find_unused_gpus(
     ``why`` returns torch's own reason, if any. ``root``: where the kernel's /dev, /proc and /sys
     are. Intel's GPUs lead to an error in any job: their sites grant whole nodes.
     """
-    granted, present, hidden = (
-        find_granted_gpus(environ),
-        count_present_gpus(root),
-        _hiding_variables(environ),
-    )
+    granted = find_granted_gpus(environ)
+    present = count_present_gpus(root)
+    hidden = _hiding_variables(environ)
     in_job = find_job(environ) is not None
     if not granted and (not present or hidden):
         return None
@@ -89,12 +89,12 @@ def find_unused_gpus(
         return UnusedGpus(
             f"run.device=auto, and torch finds no GPU on {host}, though {said}: {cause}. To train "
             "on CPUs all the same, set run.device=cpu",
-            is_refused=True,
+            is_error=True,
         )
     if in_job:
         cause = "the job asked for none (--gpus-per-node=N)"
     text = f"this run computes on CPUs, though {host} has {counts}: {cause}. Set run.device=cpu"
-    return UnusedGpus(f"{text} if that is intended", is_refused=False)
+    return UnusedGpus(f"{text} if that is intended", is_error=False)
 
 
 def why_cuda_fails() -> str:
@@ -115,10 +115,12 @@ def find_granted_gpus(environ: Environ) -> str:
         for n in (*_GRANT_VARIABLES, *VISIBILITY_VARIABLES)
         if not _means_no_gpu(environ.get(n, ""))
     }
-    if given.get(_COUNT) == "0":
-        del given[_COUNT]
-    if _LIST in given and not _read_text(Path(given[_LIST])):  # Torque names one in every job
-        del given[_LIST]
+    if given.get(_GPU_COUNT_VARIABLE) == "0":
+        del given[_GPU_COUNT_VARIABLE]
+    if _GPU_LIST_VARIABLE in given and not _read_text(
+        Path(given[_GPU_LIST_VARIABLE])
+    ):  # Torque names one in every job
+        del given[_GPU_LIST_VARIABLE]
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
 

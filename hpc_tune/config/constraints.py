@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from hpc_tune.config.data import (
     DataConfig,
-    check_names,
+    check_source_names,
     check_sources,
-    find_unknown_templates,
+    check_template_names,
     is_prepared,
 )
 from hpc_tune.config.optim import OptimConfig
@@ -22,24 +22,24 @@ _MIN_COMPILED_STEPS = 50  # steps
 def check_config(config: RunConfig) -> list[str]:
     """Return the problems of a configuration whose fields are valid individually."""
     parallel, tune, train = config.parallel, config.tune, config.train
-    of_zero = _check_zero_unused(parallel)
+    of_zero = _check_without_zero(parallel)
     if parallel.zero_stage is not None:
         of_zero = _check_zero(parallel, parallel.zero_stage, tune, train)
     return [
         *of_zero,
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
-        *_long_rows(parallel, tune, train, config.run.device),
-        *(_conflicts_with_experts(parallel, train) if parallel.expert > 1 else ()),
-        *(_conflicts_with_context(parallel, train) if parallel.context > 1 else ()),
-        *(conflicts_with_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *_check_long_row_settings(parallel, tune, train, config.run.device),
+        *(_conflicts_with_expert_parallel(parallel, train) if parallel.expert > 1 else ()),
+        *(_conflicts_with_context_parallel(parallel, train) if parallel.context > 1 else ()),
+        *(conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_check_float8(train, tune.method, config.model.dtype, config.run.device),
         *_conflicts_with_float8(train, tune),
         *_conflicts_with_compile(train, tune),
         *_check_objective(tune, config.data),
         *_check_tune(tune),
         *_check_optim(config.optim, tune.method),
-        *(conflicts_with_8bit(parallel) if config.optim.is_8bit else ()),
+        *(conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
         *_check_data(config.data, train),
         *_check_time_limit(config.slurm),
         *_check_time_limit(config.pbs),
@@ -47,23 +47,23 @@ def check_config(config: RunConfig) -> list[str]:
 
 
 def why_not_compiled(
-    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, is_mixture: bool
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, is_mixture_of_experts: bool
 ) -> str:
     """Return why the settings keep train.compile=auto from compiling on a GPU, or ""."""
     if train.compile != "auto":
         return f"train.compile={str(train.compile).lower()}"
-    if is_mixture:
+    if is_mixture_of_experts:
         return "routers cannot be watched in a compiled block"
     if train.max_steps is not None and train.max_steps <= _MIN_COMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
     compiled = train.model_copy(update={"compile": True})
     against = [*_conflicts_with_compile(compiled, tune)]
-    against += set(_long_rows(parallel, tune, compiled, "cuda")) - set(
-        _long_rows(parallel, tune, train, "cuda")
+    against += set(_check_long_row_settings(parallel, tune, compiled, "cuda")) - set(
+        _check_long_row_settings(parallel, tune, train, "cuda")
     )
     if (parallel.tensor or 1) > 1:
-        against += set(conflicts_with_tensor(tune, compiled)) - set(
-            conflicts_with_tensor(tune, train)
+        against += set(conflicts_with_tensor_parallel(tune, compiled)) - set(
+            conflicts_with_tensor_parallel(tune, train)
         )
     if parallel.context > 1:
         against.append(f"parallel.context={parallel.context} sends messages within blocks")
@@ -98,7 +98,7 @@ def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str
     ]
 
 
-def _check_zero_unused(parallel: ParallelConfig) -> Iterator[str]:
+def _check_without_zero(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.engine == "deepspeed":
         yield "parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3"
     needs = "needs parallel.zero_stage (the DeepSpeed engine)"
@@ -108,7 +108,7 @@ def _check_zero_unused(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
 
 
-def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _conflicts_with_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.expert > 1."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
@@ -120,7 +120,7 @@ def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Ite
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
 
 
-def _conflicts_with_context(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _conflicts_with_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with rows shared by several ranks."""
     said = f"parallel.context={parallel.context}"
     if train.compiles:
@@ -155,7 +155,7 @@ def _check_zero(
                 f"parallel.{axis}={ranks} with parallel.zero_stage={stage}: ZeRO splits over all "
                 f"ranks; leave {axis} out"
             )
-    for name, value in parallel.shard_settings.items():
+    for name, value in parallel.changed_shard_settings.items():
         yield f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
     if train.float8:
         yield "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
@@ -165,7 +165,7 @@ def _check_zero(
             "fp32; leave one of them out"
         )
     yield from (
-        _check_zero_3(tune, train.compiles) if stage == 3 else _check_below_zero_3(parallel, stage)
+        _check_zero_3(tune, train.compiles) if stage == 3 else _check_zero_1_and_2(parallel, stage)
     )
 
 
@@ -192,7 +192,7 @@ def _check_zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
         )
 
 
-def _check_below_zero_3(parallel: ParallelConfig, stage: int) -> Iterator[str]:
+def _check_zero_1_and_2(parallel: ParallelConfig, stage: int) -> Iterator[str]:
     if parallel.offload_params != "none":
         yield (
             f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "
@@ -236,11 +236,11 @@ def _check_parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
         )
 
 
-def _long_rows(
+def _check_long_row_settings(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, device: str
 ) -> Iterator[str]:
     if parallel.row_pieces != "auto" and parallel.row_pieces > 1:
-        yield from conflicts_with_pieces(parallel, tune, train)
+        yield from conflicts_with_row_pieces(parallel, tune, train)
     if not parallel.offload_activations:
         return
     if parallel.recompute != "full":
@@ -260,7 +260,7 @@ def _long_rows(
         )
 
 
-def conflicts_with_pieces(
+def conflicts_with_row_pieces(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
 ) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.row_pieces > 1."""
@@ -281,7 +281,7 @@ def conflicts_with_pieces(
         )
 
 
-def conflicts_with_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+def conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
@@ -307,20 +307,20 @@ def conflicts_with_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]
         yield "train.float8=true with parallel.tensor > 1 is not available; use one of them"
 
 
-def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
+def allows_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.tensor > 1."""
-    return not any(conflicts_with_tensor(tune, train))
+    return not any(conflicts_with_tensor_parallel(tune, train))
 
 
-def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
+def allows_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.expert > 1."""
-    return not any(_conflicts_with_experts(parallel, train))
+    return not any(_conflicts_with_expert_parallel(parallel, train))
 
 
-def allows_context(parallel: ParallelConfig, train: TrainConfig) -> bool:
+def allows_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings allow parallel.context > 1 where it divides the ranks."""
     alone = parallel.model_copy(update={"replicate": None, "shard": None})
-    return not any(_conflicts_with_context(alone, train))
+    return not any(_conflicts_with_context_parallel(alone, train))
 
 
 def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
@@ -440,7 +440,7 @@ def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
         )
 
 
-def conflicts_with_8bit(parallel: ParallelConfig) -> Iterator[str]:
+def conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (
@@ -465,7 +465,7 @@ def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
     yield from _check_sources(data)
     yield from _check_held_out(data)
-    yield from find_unknown_templates(data)
+    yield from check_template_names(data)
     paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
     paths += [source.path for source in data.eval_sources or []]
     if all(is_prepared(path) for path in paths if path):
@@ -486,7 +486,7 @@ def _check_sources(data: DataConfig) -> Iterator[str]:
     if data.sources is not None:
         yield from check_sources(data.sources)
     if data.eval_sources is not None:
-        yield from check_names("data.eval_sources", data.eval_sources)
+        yield from check_source_names("data.eval_sources", data.eval_sources)
     for name in ("sources", "eval_sources"):
         for source in getattr(data, name) or []:
             if is_prepared(source.path) and source.columns:

@@ -97,7 +97,7 @@ def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
     if not sources:
         yield "data.sources is an empty list; name at least one source, or data.path"
         return
-    yield from check_names("data.sources", sources)
+    yield from check_source_names("data.sources", sources)
     names = list_names(sources)
     has = [_describe_amount(source) for source in sources]
     if set(has) not in ({"weight"}, {"epochs"}):
@@ -128,7 +128,7 @@ def _describe_amount(source: TrainedSource) -> str:
     return "weight" if source.weight is not None else "epochs" if source.epochs else "neither"
 
 
-def check_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
+def check_source_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
     """Yield a problem for each duplicate name (metrics use names) and each empty path."""
     names = list_names(sources)
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -338,7 +338,7 @@ def template_file(chat_template: str) -> Path:
     return TEMPLATE_FOLDER / f"{chat_template}{TEMPLATE_SUFFIX}"
 
 
-def find_unknown_templates(data: DataConfig) -> Iterator[str]:
+def check_template_names(data: DataConfig) -> Iterator[str]:
     """Yield a problem for each chat template that is neither a known name nor a path."""
     given = {"data.chat_template": data.chat_template}
     for name in ("sources", "eval_sources"):

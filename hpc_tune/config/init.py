@@ -33,8 +33,8 @@ DEFAULTS = {
     "machine": "cpu",
     "method": "lora",
 }
-_USUAL_ROW, _GLOBAL_SIZE = 4096, 64
-_ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
+_USUAL_SEQ_LEN, _GLOBAL_SIZE = 4096, 64
+_SEQ_LEN_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedSizes:
     """
 
     recompute: str
-    node_gib: int
+    host_gib_per_node: int
     device_bytes: int
     limit_bytes: int
     fits: bool
@@ -87,12 +87,12 @@ def write_config(
     out: Path,
     given: Mapping[str, str],
     host_bytes: int,
-    sizes_for: PlanSizes | None = None,
+    plan_sizes: PlanSizes | None = None,
     section: Literal["slurm", "pbs"] = "slurm",
 ) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
-    ``host_bytes``: the memory of this machine, for CPU ranks. ``sizes_for`` plans a run on nodes
+    ``host_bytes``: the memory of this machine, for CPU ranks. ``plan_sizes`` plans a run on nodes
     with GPUs. ``section``: that of the scheduler that a job of several nodes is submitted to.
 
     Raises:
@@ -112,13 +112,13 @@ def write_config(
     except ConfigError:
         out.unlink()
         raise
-    if machine.gpus and sizes_for is not None:
-        sizes = sizes_for(out, machine.nodes, machine.gpus)
+    if machine.gpus and plan_sizes is not None:
+        sizes = plan_sizes(out, machine.nodes, machine.gpus)
         write_file(out, _format_config(given, machine, out.stem, sizes))
     return list(_next_commands(out, machine, given["data"], host_bytes))
 
 
-def ask_on_terminal() -> Callable[[str], str] | None:
+def interactive_input() -> Callable[[str], str] | None:
     """Return the function that asks on the terminal; None if this is not an interactive one."""
     return input if sys.stdin.isatty() and sys.stderr.isatty() else None
 
@@ -142,45 +142,53 @@ def _config_lines(
     given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
 ) -> Iterator[str]:
     path, method = given["model"], given["method"]
-    length, why = _row_length(path, _USUAL_ROW if machine.gpus else _ROW_ON_CPUS)
+    length, why = _choose_seq_len(path, _USUAL_SEQ_LEN if machine.gpus else _SEQ_LEN_ON_CPUS)
     rows = _GLOBAL_SIZE if machine.gpus else _GLOBAL_SIZE_ON_CPUS
     yield f"# Written by `hpc_tune init` for {method} on {given['machine']}."
     yield "# All other settings have defaults: python -m hpc_tune --help"
     yield "model:"
     yield f"  path: {_format_scalar(path)}"
     if machine.gpus:
-        yield _yaml("dtype: bf16", "what GPUs compute fastest in")
+        yield _commented_line("dtype: bf16", "what GPUs compute fastest in")
     yield "tune:"
     yield f"  method: {method}"
     if method != "full":
-        yield _yaml("rank: 16", "of the adapters; 8 to 64 are usual")
-        yield _yaml("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
+        yield _commented_line("rank: 16", "of the adapters; 8 to 64 are usual")
+        yield _commented_line("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
     elif machine.gpus:
-        yield _yaml("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
+        yield _commented_line(
+            "param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding"
+        )
     yield "data:"
     data = _parse_data(given["data"])
     yield f"  path: {_format_scalar(data)}"
     if is_prepared(data):
-        yield _yaml("eval_path: null", "the held-out file that prepare wrote, if any")
+        yield _commented_line("eval_path: null", "the held-out file that prepare wrote, if any")
     else:
-        yield _yaml("eval_fraction: 0.02", "held out by a hash of each document: overfitting shows")
-    yield _yaml(f"seq_len: {length}", why)
+        yield _commented_line(
+            "eval_fraction: 0.02", "held out by a hash of each document: overfitting shows"
+        )
+    yield _commented_line(f"seq_len: {length}", why)
     yield "batch:"
-    yield _yaml(f"global_size: {rows}", "rows per optimizer step, over all ranks together")
+    yield _commented_line(
+        f"global_size: {rows}", "rows per optimizer step, over all ranks together"
+    )
     yield "optim:"
     if method == "full":
-        yield _yaml("lr: 1e-5", "usual for all weights")
+        yield _commented_line("lr: 1e-5", "usual for all weights")
     else:
-        yield _yaml("lr: 2e-4", "usual for adapters")
+        yield _commented_line("lr: 2e-4", "usual for adapters")
     if machine.gpus:
         yield "parallel:"
         yield _recompute_line(sizes)
     yield "train:"
-    yield _yaml("epochs: 1", "watch the held-out loss before you take more")
+    yield _commented_line("epochs: 1", "watch the held-out loss before you take more")
     yield "checkpoint:"
-    yield _yaml("every_minutes: 30", "what a crash costs at most")
+    yield _commented_line("every_minutes: 30", "what a crash costs at most")
     yield "run:"
-    yield _yaml(f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share")
+    yield _commented_line(
+        f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share"
+    )
     if machine.nodes > 1:
         yield from _job_lines(machine, sizes)
 
@@ -191,32 +199,42 @@ def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[s
     yield f"{machine.section}:  # for `hpc_tune submit`; add account and {whom}"
     yield f"  nodes: {machine.nodes}"
     yield f"  gpus_per_node: {machine.gpus}"
-    yield _yaml("cpus_per_task: 8", "cores of each rank")
+    yield _commented_line("cpus_per_task: 8", "cores of each rank")
     time = "walltime" if is_pbs else "time"
-    yield _yaml(f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done")
+    yield _commented_line(
+        f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done"
+    )
     unit = "gb" if is_pbs else "G"
     if sizes is None:
         yield f"  # memory: of each node, such as 64{unit}; `hpc_tune plan` says how much it takes"
     else:
-        yield _yaml(f"memory: {sizes.node_gib}{unit}", "of each node, as planned")
+        yield _commented_line(
+            f"memory: {sizes.host_gib_per_node}{unit}", "of each node, as planned"
+        )
     if sys.prefix != sys.base_prefix:
-        yield _yaml(f"venv: {_format_scalar(sys.prefix)}", "this environment, on a shared folder")
+        yield _commented_line(
+            f"venv: {_format_scalar(sys.prefix)}", "this environment, on a shared folder"
+        )
 
 
 def _recompute_line(sizes: PlannedSizes | None) -> str:
     if sizes is None or sizes.recompute == "selective":
-        return _yaml("recompute: selective", "less memory for a few percent of time; or none")
+        return _commented_line(
+            "recompute: selective", "less memory for a few percent of time; or none"
+        )
     device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
     if sizes.fits:
-        return _yaml("recompute: full", f"with it a GPU needs {device}; without, more than {limit}")
-    return _yaml("recompute: full", f"and a GPU still needs {device}: take more of them")
+        return _commented_line(
+            "recompute: full", f"with it a GPU needs {device}; without, more than {limit}"
+        )
+    return _commented_line("recompute: full", f"and a GPU still needs {device}: take more of them")
 
 
-def _yaml(setting: str, why: str) -> str:
+def _commented_line(setting: str, why: str) -> str:
     return f"  {setting:<22} # {why}"
 
 
-def _row_length(model: str, usual: int) -> tuple[int, str]:
+def _choose_seq_len(model: str, usual_seq_len: int) -> tuple[int, str]:
     """Return the tokens per row and the reason for that number."""
     if model == "builtin:tiny":
         return 512, "tokens per row; the tiny model has short ones"
@@ -225,8 +243,8 @@ def _row_length(model: str, usual: int) -> tuple[int, str]:
     sizes = text if isinstance(text, dict) else {}
     limit = sizes.get("max_position_embeddings") or sizes.get("n_positions")
     if not isinstance(limit, int):
-        return usual, "tokens per row; longer documents are cut and counted"
-    return min(limit, usual), f"tokens per row; this model takes up to {limit}"
+        return usual_seq_len, "tokens per row; longer documents are cut and counted"
+    return min(limit, usual_seq_len), f"tokens per row; this model takes up to {limit}"
 
 
 def _parse_data(text: str) -> str | list[str]:

@@ -33,7 +33,7 @@ from hpc_tune.config.section import PathKind, SettingFacts, facts_of, flatten
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line, require_utf8
 from hpc_tune.files import write_file
-from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_cache
+from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_repo_cache
 from hpc_tune.log import log
 from hpc_tune.safe_yaml import load_yaml
 
@@ -43,12 +43,12 @@ from hpc_tune.safe_yaml import load_yaml
 _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
-def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
+def expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths in place; yield a problem for each variable or revision that does not exist."""
     for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
         if facts.path and isinstance(fields := values.get(part), dict):
-            yield from _expand_field(name, fields, key, facts.path)
+            yield from _expand_field_in_place(name, fields, key, facts.path)
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
     for setting in ("sources", "eval_sources"):
@@ -56,10 +56,12 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
         for at, source in enumerate(given if isinstance(given, list) else []):
             for key in ("path", "chat_template") if isinstance(source, dict) else ():
                 kind: PathKind = "dataset" if key == "path" else "file"
-                yield from _expand_field(f"data.{setting}.{at}.{key}", source, key, kind)
+                yield from _expand_field_in_place(f"data.{setting}.{at}.{key}", source, key, kind)
 
 
-def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
+def _expand_field_in_place(
+    name: str, fields: dict[Any, Any], key: str, kind: PathKind
+) -> Iterator[str]:
     """Expand ~, $VARIABLES and hub names in ``fields[key]``; ``name``: the setting's."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
@@ -74,7 +76,7 @@ def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
         try:
-            expanded = expanded if kind == "file" else cached_path(name, expanded, kind)
+            expanded = expanded if kind == "file" else resolve_hub_path(name, expanded, kind)
         except ConfigError as error:
             yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
@@ -89,7 +91,7 @@ def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -
         fields[key] = paths[0]
 
 
-def cached_path(name: str, path: str, kind: HubKind) -> str:
+def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
     """Return the folder in the hub's cache that a path stands for, and log it; else the path.
 
     Such a path is OWNER/NAME or OWNER/NAME@REVISION, if no file has that name, or a model's folder
@@ -100,7 +102,7 @@ def cached_path(name: str, path: str, kind: HubKind) -> str:
     """
     folder = Path(path)
     try:
-        if kind == "model" and is_cache(folder) and not (folder / "config.json").exists():
+        if kind == "model" and is_repo_cache(folder) and not (folder / "config.json").exists():
             found = find_snapshot(folder)
         else:
             found = None if folder.exists() else find_in_cache(path, kind)
@@ -128,7 +130,7 @@ def cached_path(name: str, path: str, kind: HubKind) -> str:
 MASK = "***"
 _SECRET_WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS"
 _SECRET_NAME = re.compile(rf"(?:\w+_)?(?:{_SECRET_WORDS})")
-_MIN_CHARS = 8  # a shorter value may be part of any text
+_MIN_SECRET_CHARS = 8  # a shorter value may be part of any text
 _SECRET_PATTERN = re.compile(
     r"(?P<before>\w://)[^\s/@:]*:[^\s/@]+(?=@)"
     rf"|(?P<name>\b[A-Z0-9_]*(?:{_SECRET_WORDS})=)\S+"
@@ -140,7 +142,7 @@ _SECRET_PATTERN = re.compile(
 def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return ``text`` with each secret replaced by ***."""
     for name, value in environ.items():
-        if len(value) >= _MIN_CHARS and _SECRET_NAME.fullmatch(name):
+        if len(value) >= _MIN_SECRET_CHARS and _SECRET_NAME.fullmatch(name):
             text = text.replace(value, MASK)
     return _SECRET_PATTERN.sub(
         lambda found: next((kept for kept in found.groups() if kept), "") + MASK, text
@@ -179,7 +181,7 @@ _IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Load ``paths`` (later files override earlier ones), then apply ``key=value`` overrides.
 
-    Without a file, default.yaml is the base if ``is_tiny(overrides)``.
+    Without a file, default.yaml is the base if ``uses_builtin_model_and_data(overrides)``.
 
     Raises:
         ConfigError: one message that lists all problems found.
@@ -196,7 +198,11 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
-    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _parse_overrides(overrides)
+    tree = (
+        OmegaConf.create({})
+        if named or not uses_builtin_model_and_data(overrides)
+        else _load_default_yaml(overrides)
+    )
     for file in named:
         tree.merge_with(_read_yaml(file))
     problems = []
@@ -209,19 +215,19 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
         values = _as_dict(_merge_with_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_explain_unresolved(error)}")
-        raise ConfigError(_list_problems(problems)) from None
-    problems += expand_paths(values)
-    if unwritable := list(_find_unwritable(values)):
-        raise ConfigError(_list_problems([*problems, *unwritable]))
+        raise ConfigError(_join_problems(problems)) from None
+    problems += expand_paths_in_place(values)
+    if unwritable := list(_find_unencodable_text(values)):
+        raise ConfigError(_join_problems([*problems, *unwritable]))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            _list_problems([*problems, *explain_errors(error.errors(), source)])
+            _join_problems([*problems, *explain_errors(error.errors(), source)])
         ) from None
     secrets = find_secrets(flatten(config.model_dump()))
     if problems := [*problems, *check_config(config), *secrets]:
-        raise ConfigError(_list_problems(problems))
+        raise ConfigError(_join_problems(problems))
     optim = _resolve_auto_lr(config.optim, config.tune)
     return config.model_copy(update={"optim": optim})
 
@@ -251,7 +257,7 @@ def _explain_unresolved(error: OmegaConfBaseException) -> str:
     return f"{first_line(error)} (key {key})"
 
 
-def is_tiny(overrides: Sequence[str]) -> bool:
+def uses_builtin_model_and_data(overrides: Sequence[str]) -> bool:
     """Return whether the overrides leave model and data built-in, as default.yaml assumes."""
     tree = OmegaConf.create({})
     for override in overrides:
@@ -273,7 +279,7 @@ def _resolve_auto_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
     return optim if optim.lr != "auto" else optim.model_copy(update={"lr": auto_lr(tune)})
 
 
-def _find_unwritable(values: dict[Any, Any]) -> Iterator[str]:
+def _find_unencodable_text(values: dict[Any, Any]) -> Iterator[str]:
     """Yield a problem for each text that cannot be encoded, such as a lone surrogate from YAML."""
     for part, fields in values.items():
         for name, value in fields.items() if isinstance(fields, dict) else (("", fields),):
@@ -294,13 +300,13 @@ def _merge_with_defaults(tree: DictConfig) -> DictConfig:
     return OmegaConf.create(merged)
 
 
-def write_resolved(config: RunConfig, path: Path) -> None:
+def write_resolved_config(config: RunConfig, path: Path) -> None:
     """Write every field of ``config`` to ``path`` as YAML that ``load_config`` reads back."""
     text = yaml.safe_dump(config.model_dump(), sort_keys=False)
     write_file(path, text)
 
 
-def field_names() -> list[str]:
+def setting_names() -> list[str]:
     """Return the dotted name of every field."""
     return [name for name, _ in _iterate_fields()]
 
@@ -323,17 +329,17 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     pydantic reports an error for each branch of a union and appends the branch to the location;
     users only know the field.
     """
-    known, unknown = [*field_names(), *_SOURCE_FIELDS], []
+    known, unknown = [*setting_names(), *_SOURCE_FIELDS], []
     expected: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         in_source = _IN_SOURCE.match(name)  # data.sources.0.path.str: the branch is cut off
         if error["type"] == "extra_forbidden":
-            for one in _given_names(name, error["input"]):
+            for one in _names_in_section(name, error["input"]):
                 at = in_source
                 near = (at[1] + at[3], _SOURCE_FIELDS) if at else (one, known)
                 hint = _ADVICE.get(one) or _suggest_near(*near)
-                hint += _as_option(one)
+                hint += _scheduler_option_hint(one)
                 unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -351,7 +357,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
 
 
-def _as_option(name: str) -> str:
+def _scheduler_option_hint(name: str) -> str:
     """Return a hint on how to pass an unknown option of a section on to its scheduler."""
     if name.startswith("pbs."):
         return "; pass other qsub options by pbs.options=['-X VALUE'], with the letter"
@@ -360,7 +366,7 @@ def _as_option(name: str) -> str:
     return f"; pass other sbatch options by slurm.options=[--{option}=...]" if is_of_slurm else ""
 
 
-def _given_names(name: str, value: Any) -> list[str]:
+def _names_in_section(name: str, value: Any) -> list[str]:
     """Return the dotted names inside an unknown section, such as lora.r inside lora."""
     if name in _ADVICE or "." in name or not isinstance(value, dict) or not value:
         return [name]
@@ -373,7 +379,7 @@ def _iterate_fields() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{part}.{name}", field
 
 
-def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
+def _load_default_yaml(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = OmegaConf.create(load_yaml(text))
     for override in overrides:
@@ -387,7 +393,7 @@ def _read_yaml(path: str) -> DictConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(Path(path).name, _list_yaml_names(path), n=3)
+        near = difflib.get_close_matches(Path(path).name, _list_sibling_names(path), n=3)
         hint = f"; similar names there: {', '.join(near)}" if near else ""
         raise ConfigError(f"--config {path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -419,13 +425,13 @@ def _restore_text(content: Any, texts: Any) -> Any:
     """
     for part, fields in content.items() if isinstance(content, dict) else ():
         for name in fields if isinstance(fields, dict) else ():
-            if f"{part}.{name}" in text_fields():
+            if f"{part}.{name}" in text_setting_names():
                 fields[name] = texts[part][name]
     return content
 
 
 @functools.cache
-def text_fields() -> frozenset[str]:
+def text_setting_names() -> frozenset[str]:
     """Return the names of the fields that take free text, or a list of texts."""
     return frozenset(
         name
@@ -434,7 +440,7 @@ def text_fields() -> frozenset[str]:
     )
 
 
-def _list_yaml_names(path: str) -> list[str]:
+def _list_sibling_names(path: str) -> list[str]:
     folder = Path(path).parent
     return [p.name for p in folder.iterdir()] if folder.is_dir() else []
 
@@ -443,14 +449,16 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     require_utf8(override)
     key, equals, text = override.partition("=")
     if not equals or not key:
-        hint = config_hint(override) or ", such as train.max_steps=100"
+        hint = config_flag_hint(override) or ", such as train.max_steps=100"
         raise ConfigError(f"{override!r} is not key=value{hint}")
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
         value, as_text = load_yaml(text), load_yaml(text, as_text=True)
         value = (
-            as_text if key in text_fields() else _restore_text({key: value}, {key: as_text})[key]
+            as_text
+            if key in text_setting_names()
+            else _restore_text({key: value}, {key: as_text})[key]
         )
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
@@ -459,7 +467,7 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
-def config_hint(word: str) -> str:
+def config_flag_hint(word: str) -> str:
     """Return a hint for a word that looks like a settings file without its --config, or ""."""
     is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
     return f"; pass a settings file by --config {word}" if is_file else ""
@@ -493,7 +501,7 @@ def _type_name(annotation: Any) -> str:
     return getattr(annotation, "__name__", text) if not args else text
 
 
-def _list_problems(problems: list[str]) -> str:
+def _join_problems(problems: list[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]

@@ -9,13 +9,13 @@ from hpc_tune.config.section import PositiveInt, Section, setting
 from hpc_tune.config.tune import TuneConfig
 
 # What optim.lr=auto means: (for adapters, for all weights), by the kind of objective.
-_LR = {"answers": (2e-4, 1e-5), "preferences": (1e-5, 1e-6)}
+_AUTO_LR = {"answers": (2e-4, 1e-5), "preferences": (1e-5, 1e-6)}
 _WARMUP_RATIO, _DECAY_RATIO = 0.03, 0.1
 
 
 def auto_lr(tune: TuneConfig) -> float:
     """Return the learning rate that optim.lr=auto stands for."""
-    of_adapters, of_all = _LR["answers" if tune.objective == "sft" else "preferences"]
+    of_adapters, of_all = _AUTO_LR["answers" if tune.objective == "sft" else "preferences"]
     return of_all if tune.method == "full" else of_adapters
 
 

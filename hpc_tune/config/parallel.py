@@ -190,7 +190,7 @@ class ParallelConfig(Section):
         return f"{'a multiple of ' if self.takes_more_ranks else ''}{self.ranks_needed} ranks"
 
     @property
-    def shard_settings(self) -> dict[str, Any]:
+    def changed_shard_settings(self) -> dict[str, Any]:
         """The settings for weights sharded by FSDP2 that differ from the defaults."""
         defaults = {name: type(self).model_fields[name].default for name in _SHARD_SETTINGS}
         return {n: v for n, default in defaults.items() if (v := getattr(self, n)) != default}

@@ -10,26 +10,26 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 ORIGINAL = "original_max_position_embeddings"
-_NEEDED: Mapping[str, tuple[str, ...]] = {
+_REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", ORIGINAL),
     "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "longrope": (ORIGINAL, "short_factor", "long_factor"),
 }
-_POSSIBLE: Mapping[str, tuple[str, ...]] = {
+_OPTIONAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": (
         *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
     "longrope": ("factor", "attention_factor"),
 }
-KINDS = tuple(_NEEDED)
+KINDS = tuple(_REQUIRED_KEYS)
 # The keys of rope_parameters that belong to a scaling (alpha: HunYuan's). The others belong to the
 # model and stay if the scaling is replaced.
 SCALING_KEYS = frozenset(("rope_type", "type", "alpha")).union(
-    *_NEEDED.values(), *_POSSIBLE.values()
+    *_REQUIRED_KEYS.values(), *_OPTIONAL_KEYS.values()
 )
-_WHY_ORIGINAL = (
+_ORIGINAL_LENGTH_HINT = (
     f"{ORIGINAL}, the tokens that the model was trained with (max_position_embeddings of its "
     "config.json)"
 )
@@ -61,7 +61,7 @@ _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _NUMBER = (_is_above_0, "a number above 0")
 
 
-def _check(given: Any) -> dict[str, Any] | None:
+def _check_rope_scaling(given: Any) -> dict[str, Any] | None:
     """Validate the setting, and return it with ``rope_type`` for ``type``, the key in old files."""
     if given is None:
         return None
@@ -69,13 +69,13 @@ def _check(given: Any) -> dict[str, Any] | None:
         example = "{rope_type: linear, factor: 4}"
         raise ValueError(f"Input should be a valid dictionary, such as {example}")
     kind = str(given.get("rope_type", given.get("type", "")))
-    if kind not in _NEEDED:
+    if kind not in _REQUIRED_KEYS:
         found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
         raise ValueError(f"{found}; expected one of {', '.join(KINDS)}")
     values = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
-    needed, possible = _NEEDED[kind], ("rope_theta", *_POSSIBLE.get(kind, ()))
+    needed, possible = _REQUIRED_KEYS[kind], ("rope_theta", *_OPTIONAL_KEYS.get(kind, ()))
     problems = [
-        f"{kind} needs {_WHY_ORIGINAL if key == ORIGINAL else key}"
+        f"{kind} needs {_ORIGINAL_LENGTH_HINT if key == ORIGINAL else key}"
         for key in needed
         if values.get(key) is None
     ]
@@ -95,12 +95,12 @@ def _check(given: Any) -> dict[str, Any] | None:
     return {"rope_type": kind, **kept}
 
 
-RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check)]
+RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check_rope_scaling)]
 
 
-def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:
-    """Return YaRN settings for rows of ``seq_len`` tokens and a model ``trained`` with fewer."""
-    return {"rope_type": "yarn", "factor": -(-seq_len // trained), ORIGINAL: trained}
+def suggest_rope_scaling(seq_len: int, trained_len: int) -> dict[str, Any]:
+    """Return YaRN settings for rows of ``seq_len`` tokens and a model trained with fewer."""
+    return {"rope_type": "yarn", "factor": -(-seq_len // trained_len), ORIGINAL: trained_len}
 
 
 def format_rope_scaling(value: Mapping[str, Any], name: str = "model.rope_scaling") -> str:

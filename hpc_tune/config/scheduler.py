@@ -9,11 +9,11 @@ from pydantic import AfterValidator, Field
 from hpc_tune.config.section import PositiveInt, Seconds, Section, setting
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
+MEMORY_PATTERN = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
 _MIN_MEGABYTES = 1000
 
 
-def time_limit_s(text: str) -> float | None:
+def slurm_time_to_seconds(text: str) -> float | None:
     """Return the seconds of a time limit in Slurm's notation; ``None``: no limit.
 
     Raises:
@@ -31,14 +31,14 @@ def time_limit_s(text: str) -> float | None:
     return float(first * 60 + second)
 
 
-def _check_time(text: str) -> str:
-    time_limit_s(text)
+def _check_slurm_time(text: str) -> str:
+    slurm_time_to_seconds(text)
     return text
 
 
-def _check_memory(text: str | None) -> str | None:
+def _check_slurm_memory(text: str | None) -> str | None:
     """Refuse what sbatch refuses, and a number that probably lacks its unit."""
-    match = MEMORY.fullmatch(text) if text is not None else None
+    match = MEMORY_PATTERN.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T after it, such as 700G")
     if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
@@ -63,7 +63,7 @@ _OPTION = re.compile(
 )
 
 
-def _check_options(options: list[str]) -> list[str]:
+def _check_sbatch_options(options: list[str]) -> list[str]:
     for option in options:
         match = _OPTION.fullmatch(option)
         if match is None:
@@ -197,7 +197,7 @@ class JobConfig(Section):
     @property
     def memory_bytes(self) -> int | None:
         """The bytes of host memory per node; None if unset, or if all of it is requested (0)."""
-        match = MEMORY.fullmatch(self.memory or "0")
+        match = MEMORY_PATTERN.fullmatch(self.memory or "0")
         if match is None or not int(match[1]):
             return None
         return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]
@@ -225,19 +225,19 @@ class SlurmConfig(JobConfig):
         "free",
         "The quality of service. Unset: the default.",
     )
-    memory: Annotated[str | None, AfterValidator(_check_memory)] = setting(
+    memory: Annotated[str | None, AfterValidator(_check_slurm_memory)] = setting(
         None,
         "free",
         "Host memory of each node in Slurm's notation, such as 700G; the plan command "
         "tells how much. Unset: the partition's default, which can be small.",
     )
-    time: Annotated[str, AfterValidator(_check_time)] = setting(
+    time: Annotated[str, AfterValidator(_check_slurm_time)] = setting(
         "01:00:00",
         "free",
         "The time limit of one job in Slurm's notation; the run resumes in the next "
         "job. Short jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_check_options)] = setting(
+    options: Annotated[list[str], AfterValidator(_check_sbatch_options)] = setting(
         [],
         "free",
         "More options of sbatch, as a site may require: [--constraint=gpu, "
@@ -267,7 +267,7 @@ class SlurmConfig(JobConfig):
     @property
     def limit_s(self) -> float | None:
         """The seconds of the time limit; None: no limit."""
-        return time_limit_s(self.time)
+        return slurm_time_to_seconds(self.time)
 
 
 # -- The ``pbs`` section of the configuration: what a job requests from PBS Pro or OpenPBS.
@@ -297,7 +297,7 @@ _OWN_RESOURCES = {
 }  # fmt: skip
 
 
-def walltime_s(text: str) -> float:
+def pbs_time_to_seconds(text: str) -> float:
     """Return the seconds of a walltime in PBS's notation.
 
     Raises:
@@ -311,13 +311,13 @@ def walltime_s(text: str) -> float:
 
 
 def _check_walltime(text: str) -> str:
-    walltime_s(text)
+    pbs_time_to_seconds(text)
     return text
 
 
 def _check_pbs_memory(text: str | None) -> str | None:
     """Refuse what qsub refuses, and a number without a unit, which would mean bytes."""
-    match = MEMORY.fullmatch(text) if text is not None else None
+    match = MEMORY_PATTERN.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
         raise ValueError("PBS takes a whole number with kb, mb, gb or tb after it, such as 700gb")
     return text
@@ -414,4 +414,4 @@ class PbsConfig(JobConfig):
     @property
     def limit_s(self) -> float:
         """The seconds of the time limit."""
-        return walltime_s(self.walltime)
+        return pbs_time_to_seconds(self.walltime)

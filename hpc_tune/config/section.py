@@ -19,7 +19,7 @@ class Section(BaseModel):
     )
 
 
-Resume = Literal["same", "warn", "free"]
+ResumeRule = Literal["same", "warn", "free"]
 PathKind = Literal["file", "model", "dataset"]
 
 
@@ -38,7 +38,7 @@ class SettingFacts:
         for the message about an unknown name.
     """
 
-    resume: Resume
+    resume: ResumeRule
     path: PathKind | None = None
     unordered: bool = False
     replaces: str | None = None
@@ -47,7 +47,7 @@ class SettingFacts:
 
 def setting(
     default: Any,
-    resume: Resume,
+    resume: ResumeRule,
     description: str,
     *,
     path: PathKind | None = None,
@@ -85,7 +85,7 @@ def format_setting(value: Any) -> str:
     )
 
 
-def _parse_number(value: Any, parse: Any) -> Any:
+def _parse_unless_none(value: Any, parse: Any) -> Any:
     return value if value is None else parse(value)
 
 
@@ -97,8 +97,10 @@ def _check_profiled_steps(value: Any) -> Any:
     return text
 
 
-Bytes = Annotated[int, BeforeValidator(lambda v: _parse_number(v, parse_bytes)), Field(gt=0)]
-Memory = Annotated[int, BeforeValidator(lambda v: _parse_number(v, parse_memory)), Field(gt=0)]
-Seconds = Annotated[float, BeforeValidator(lambda v: _parse_number(v, parse_seconds)), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(lambda v: _parse_unless_none(v, parse_bytes)), Field(gt=0)]
+Memory = Annotated[int, BeforeValidator(lambda v: _parse_unless_none(v, parse_memory)), Field(gt=0)]
+Seconds = Annotated[
+    float, BeforeValidator(lambda v: _parse_unless_none(v, parse_seconds)), Field(gt=0)
+]
 Steps = Annotated[str, BeforeValidator(_check_profiled_steps)]
 PositiveInt = Annotated[int, Field(gt=0)]

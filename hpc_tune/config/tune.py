@@ -11,7 +11,7 @@ from hpc_tune.config.section import PositiveInt, Section, setting
 
 # Default coefficients of the objectives; simpo has a default beta of its own.
 _BETA, _SIMPO_BETA, _SIMPO_GAMMA = 0.1, 2.0, 1.0
-_USED_BY = {
+_OBJECTIVES_OF_COEFFICIENT = {
     "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "gamma": ("simpo",),
     "sft_weight": ("dpo", "ipo", "simpo"),
@@ -242,7 +242,7 @@ class TuneConfig(Section):
     )
 
     @property
-    def packed_base(self) -> str:
+    def base_packing(self) -> str:
         """The packed format of the blocks' frozen weights, in words; "" for model.dtype."""
         return "4 bits" if self.method == "qlora" else "float8" if self.base_dtype else ""
 
@@ -273,12 +273,12 @@ class TuneConfig(Section):
         """The coefficients that are set but not used by this objective."""
         return {
             name: value
-            for name, users in _USED_BY.items()
+            for name, users in _OBJECTIVES_OF_COEFFICIENT.items()
             if (value := getattr(self, name)) is not None and self.objective not in users
         }
 
     @property
-    def numbers(self) -> dict[str, float]:
+    def coefficients(self) -> dict[str, float]:
         """The coefficients that the objective uses, with defaults filled in."""
         is_simpo = self.objective == "simpo"
         usual = {
@@ -291,7 +291,7 @@ class TuneConfig(Section):
         }
         return {
             name: usual[name] if (value := getattr(self, name)) is None else float(value)
-            for name, users in _USED_BY.items()
+            for name, users in _OBJECTIVES_OF_COEFFICIENT.items()
             if self.objective in users
         }
 

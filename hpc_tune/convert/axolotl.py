@@ -3,11 +3,11 @@
 from typing import Any
 
 from hpc_tune.convert import hf_trainer, preferences, rules
-from hpc_tune.convert.axolotl_data import DATA, LISTS, list_usable_files
+from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LISTS, list_usable_files
 from hpc_tune.convert.rules import (
-    IS_OFF,
     NO_ADAPTERS,
-    OFF,
+    OFF_IN_THEIRS,
+    OFF_VALUES,
     SFT,
     ForeignConfig,
     Ignored,
@@ -17,7 +17,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    same_rule,
+    rule_for_keys,
 )
 
 _FULL = "none: all weights are trained"
@@ -64,10 +64,10 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if not hf_trainer.are_expert_stacks(theirs.get("lora_target_parameters")):
-        return _convert_layers(theirs)
+        return _convert_layer_targets(theirs)
     has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
-    layers = _convert_layers(theirs) if has_layers else Mapped({"tune.targets": []})
-    return hf_trainer.add_experts(layers, theirs.get("lora_r"))
+    layers = _convert_layer_targets(theirs) if has_layers else Mapped({"tune.targets": []})
+    return hf_trainer.add_expert_targets(layers, theirs.get("lora_r"))
 
 
 def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -80,13 +80,13 @@ def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
     return _convert_targets(value, theirs)
 
 
-def _convert_layers(theirs: ForeignConfig) -> Outcome:
+def _convert_layer_targets(theirs: ForeignConfig) -> Outcome:
     names = theirs.get("lora_target_modules", False)
     if names is False or names in ("all-linear", "all_linear"):
         names = []
     is_list = isinstance(names, list) and hf_trainer.are_names(names)
     if not is_list or not all(name.replace("_", "").isalnum() for name in names):
-        return hf_trainer.NAMES
+        return hf_trainer.NO_LAYER_NAMES
     if not theirs.is_on("lora_target_linear") and names:
         return hf_trainer.convert_targets(names, "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
@@ -175,7 +175,7 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
 
 
 def _convert_rl(value: Any, theirs: ForeignConfig) -> Outcome:
-    return preferences.map_objective(theirs) if theirs.has_preferences else IS_OFF
+    return preferences.map_objective(theirs) if theirs.has_preferences else OFF_IN_THEIRS
 
 
 def _convert_loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -184,7 +184,7 @@ def _convert_loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
     return preferences.OBJECTIVE_SAYS_IT
 
 
-def _convert_weights(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
     weights = dict(
         zip(_list_losses(theirs), value if isinstance(value, list) else [value], strict=False)
     )
@@ -200,11 +200,11 @@ def _convert_weights(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.objective == "dpo" and _list_losses(theirs) == ["robust"] and value not in OFF:
+    if theirs.objective == "dpo" and _list_losses(theirs) == ["robust"] and value not in OFF_VALUES:
         return Mapped({"tune.label_smoothing": value})
     if theirs.objective not in ("dpo", SFT):
         return Ignored(f"{theirs.objective} does not use it there")
-    return rules.apply_rule(preferences.SMOOTHING, value, theirs)
+    return rules.apply_rule(preferences.SMOOTHING_RULE, value, theirs)
 
 
 def _beta_rule(key: str) -> Rule:
@@ -220,9 +220,11 @@ def _beta_rule(key: str) -> Rule:
 _WITH_PREFERENCES = rules.rule_table(
     {
         "dpo_loss_type": _convert_loss_type,
-        "dpo_loss_weights": _convert_weights,
+        "dpo_loss_weights": _convert_loss_weights,
         "dpo_label_smoothing": _convert_smoothing,
-        **same_rule(preferences.sft_weight_rule(preferences.MEAN_REMARK), "rpo_alpha cpo_alpha"),
+        **rule_for_keys(
+            preferences.sft_weight_rule(preferences.MEAN_REMARK), "rpo_alpha cpo_alpha"
+        ),
     },
     ignored={
         "a prompt is cut only where the answers need its room": "max_prompt_len",
@@ -245,44 +247,58 @@ _MAPPED: dict[str, Rule] = {
     ),
     "load_in_4bit": rules.on_off_rule(rules.map_method, rules.METHOD_SAYS_IT),
     "peft.weight_dtype": _convert_weight_dtype,
-    "bnb_config_kwargs.bnb_4bit_quant_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
-    "bnb_config_kwargs.bnb_4bit_use_double_quant": hf_trainer.only_value("true", hf_trainer.NF4),
-    "peft_use_dora": rules.DORA,
+    "bnb_config_kwargs.bnb_4bit_quant_type": hf_trainer.only_value_rule(
+        "nf4", hf_trainer.NF4_REASON
+    ),
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": hf_trainer.only_value_rule(
+        "true", hf_trainer.NF4_REASON
+    ),
+    "peft_use_dora": rules.DORA_RULE,
     "peft_use_rslora": rules.on_off_rule("tune.rslora"),
     "lora_r": "tune.rank",
-    **hf_trainer.pattern_rules("lora_rank_pattern", "tune.rank_pattern"),
-    **hf_trainer.pattern_rules("lora_alpha_pattern", "tune.alpha_pattern"),
-    "lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT_THERE, "tune.dropout"),
+    **hf_trainer.peft_pattern_rules("lora_rank_pattern", "tune.rank_pattern"),
+    **hf_trainer.peft_pattern_rules("lora_alpha_pattern", "tune.alpha_pattern"),
+    "lora_dropout": preferences.override_for_preferences(
+        preferences.NO_DROPOUT_THERE, "tune.dropout"
+    ),
     "lora_modules_to_save": hf_trainer.convert_modules_to_save,
     "peft_trainable_token_indices": rules.unless_off("tune.trainable_tokens"),
-    "peft_autocast_adapter_dtype": hf_trainer.only_value(
+    "peft_autocast_adapter_dtype": hf_trainer.only_value_rule(
         "true", "adapters are in fp32; tune.param_dtype says it"
     ),
-    "peft_init_lora_weights": hf_trainer.only_value("true", "adapters are initialized as in LoRA"),
+    "peft_init_lora_weights": hf_trainer.only_value_rule(
+        "true", "adapters are initialized as in LoRA"
+    ),
     "lora_target_modules": _convert_targets,
     "lora_target_linear": rules.on_off_rule(_convert_targets, Ignored("tune.targets says it")),
     "lora_target_parameters": _convert_target_parameters,
     "lora_model_dir": hf_trainer.init_adapter_rule(),
     "val_set_size": hf_trainer.convert_val_size,
-    **same_rule(_convert_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
-    **same_rule(rules.map_context, "context_parallel_size sequence_parallel_degree"),
+    **rule_for_keys(_convert_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
+    **rule_for_keys(
+        rules.convert_context_parallel, "context_parallel_size sequence_parallel_degree"
+    ),
     "num_epochs": hf_trainer.convert_epochs,
     "optimizer": hf_trainer.convert_optimizer,
     "lr_scheduler": _convert_schedule,
-    **same_rule(_convert_bf16, "bf16 bfloat16"),
-    "fp8": rules.on_off_rule(Unsupported(rules.FLOAT8, to_do=True)),
-    **same_rule(_convert_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
-    **same_rule(rules.OFFLOAD_PARAMS, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
-    "torch_compile": rules.compile_rule("context_parallel_size", "sequence_parallel_degree"),
+    **rule_for_keys(_convert_bf16, "bf16 bfloat16"),
+    "fp8": rules.on_off_rule(Unsupported(rules.FLOAT8_ADVICE, to_do=True)),
+    **rule_for_keys(
+        _convert_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"
+    ),
+    **rule_for_keys(
+        rules.OFFLOAD_PARAMS_RULE, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"
+    ),
+    "torch_compile": rules.torch_compile_rule("context_parallel_size", "sequence_parallel_degree"),
     "eval_steps": hf_trainer.eval_steps_rule(
         "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
     ),
     "early_stopping_patience": hf_trainer.early_stop_rule("val_set_size"),
-    "noisy_embedding_alpha": hf_trainer.NEFTUNE,
+    "noisy_embedding_alpha": hf_trainer.NEFTUNE_RULE,
     "profiler_steps": _convert_profile,
     "dataset_prepared_path": "data.cache",
-    "shuffle_merged_datasets": hf_trainer.only_value("true", rules.SHUFFLED),
-    **same_rule(_convert_trackers, "use_wandb wandb_project use_mlflow use_trackio"),
+    "shuffle_merged_datasets": hf_trainer.only_value_rule("true", rules.SHUFFLE_REASON),
+    **rule_for_keys(_convert_trackers, "use_wandb wandb_project use_mlflow use_trackio"),
     "wandb_name": "run.name",
     "use_tensorboard": "run.tensorboard",
     "plugins": _convert_plugins,
@@ -307,7 +323,7 @@ _IGNORED = {
     "save_safetensors",
     rules.READ_BY_REGIONS: "lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
     "experimental_skip_move_to_device",
-    hf_trainer.PREPARED: "dataset_processes dataset_num_proc dataset_keep_in_memory "
+    hf_trainer.PREPARATION_REASON: "dataset_processes dataset_num_proc dataset_keep_in_memory "
     "skip_prepare_dataset num_dataset_shards_to_save streaming_multipack_buffer_size "
     "pretrain_multipack_buffer_size remove_unused_columns preprocess_iterable is_preprocess",
     "rows have data.seq_len tokens, packed by the data's order and train.seed": (
@@ -327,14 +343,14 @@ _IGNORED = {
     "liger_use_token_scaling liger_rms_norm_gated fused_attn_kernel cut_cross_entropy "
     "chunked_cross_entropy chunked_cross_entropy_num_chunks use_kernels experts_implementation "
     "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
-    rules.LAYOUT: "fsdp.* fsdp_version fsdp_final_state_dict_type ddp expert_parallel_size "
+    rules.LAYOUT_REASON: "fsdp.* fsdp_version fsdp_final_state_dict_type ddp expert_parallel_size "
     "dp_shard_size dp_replicate_size tensor_parallel_size",
     "ranks exchange heads for tokens, and use no ring": "heads_k_stride ring_attn_func",
     "mpirun, srun or torchrun start the ranks": "world_size",
     "run.device=auto takes the GPU if there is one": "device",
     "the governor acts before memory ends; memory.host_limit limits the host": "gpu_memory_limit "
     "max_memory.* gc_steps",
-    rules.METRICS: "include_tokens_per_second include_tkps profiler_steps_start",
+    rules.METRICS_REASON: "include_tokens_per_second include_tkps profiler_steps_start",
     "all starts of a run are one wandb run; set WANDB_PROJECT in the environment": (
         "wandb_mode wandb_entity wandb_run_id wandb_watch"
     ),
@@ -365,12 +381,12 @@ _IGNORED = {
     "gradio_server_port gradio_max_new_tokens gradio_temperature",
     "images, sound and video are not trained on": "image_size image_resize_algorithm "
     "freeze_mm_modules processor_type is_multimodal",
-    preferences.OF_REWARDS.why: "process_reward_model trl.* vllm.* ebft.* "
+    preferences.ONLY_FOR_REWARDS.why: "process_reward_model trl.* vllm.* ebft.* "
     "center_rewards_coefficient num_labels",
 }
 _LACKING = {
-    hf_trainer.NF4: "bnb_config_kwargs.* peft.group_size",
-    rules.DTYPES: "float16",
+    hf_trainer.NF4_REASON: "bnb_config_kwargs.* peft.group_size",
+    rules.DTYPE_ADVICE: "float16",
     "weights are gathered in model.dtype": "fp8_enable_fsdp_float8_all_gather",
     "the model is loaded as model.dtype says": "torch_dtype overrides_of_model_kwargs.* "
     "model_kwargs.* model_quantization_config model_quantization_config_kwargs.* "
@@ -411,8 +427,8 @@ _TO_DO = {
     "lisa_n_layers lisa_step_interval spectrum_top_fraction spectrum_model_name",
     hf_trainer.ROUTER_LOSS: "model_config.router_aux_loss_coef "
     "overrides_of_model_config.router_aux_loss_coef",
-    hf_trainer.ROPE: "overrides_of_model_config.rope_scaling.* model_config.rope_scaling.*",
-    hf_trainer.SHAPE: "overrides_of_model_config.* model_config.* peft_layer_replication "
+    hf_trainer.ROPE_ADVICE: "overrides_of_model_config.rope_scaling.* model_config.rope_scaling.*",
+    hf_trainer.SHAPE_ADVICE: "overrides_of_model_config.* model_config.* peft_layer_replication "
     "reinit_weights random_init_weights scaling_softmax scaling_softmax_factor "
     "scaling_softmax_bias s2_attention llama4_linearized_experts use_pose pose_split_on_token_ids "
     "pose_max_context_len pose_num_chunks",
@@ -427,11 +443,12 @@ _TO_DO = {
     rules.SYSTEM_MESSAGE: "default_system_message",
     "cut the data beforehand": "dataset_shard_num dataset_shard_idx",
     "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
-    rules.SHUFFLED: "curriculum_sampling sample_packing_sequentially",
+    rules.SHUFFLE_REASON: "curriculum_sampling sample_packing_sequentially",
     "there is one learning rate for all weights": "embedding_lr embedding_lr_scale lr_groups",
     rules.ONLY_ADAMW: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
     "dion_rank_fraction dion_rank_multiple_of grokfast_alpha grokfast_lamb",
-    hf_trainer.ONE_SCHEDULE: "lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio "
+    hf_trainer.SCHEDULE_ADVICE: "lr_scheduler_kwargs.* lr_quadratic_warmup "
+    "cosine_constant_lr_ratio "
     "lr_div_factor",
     "cross entropy of the next token is the only loss": "use_eaft",
     "there is only one training loop": "trainer_cls",
@@ -440,14 +457,14 @@ _TO_DO = {
     "set data.packing=true": "max_packed_sequence_len",
 }
 _CHOSEN = "field_chosen field_rejected type.field_chosen type.field_rejected"
-_CHOSEN_KEYS = " ".join(f"{part}.{key}" for part in LISTS[:2] for key in _CHOSEN.split())
+_CHOSEN_KEYS = " ".join(f"{part}.{key}" for part in DATASET_LISTS[:2] for key in _CHOSEN.split())
 _MEDIA_KEYS = "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules"
 
 
 AXOLOTL = Tool(
     "axolotl",
     rules.join_tables(
-        hf_trainer.TRAINER, DATA, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+        hf_trainer.TRAINER_RULES, DATA_RULES, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
     ),
     _default_settings,
     _read_method,
@@ -462,12 +479,20 @@ AXOLOTL = Tool(
             "that is training by diffusion",
             "Stay with {tool} for it",
         ),
-        Refusal("plugins", preferences.matches_pattern("(?i)nemo_?gym"), *preferences.REWARDS),
-        preferences.refuse_loss("dpo_loss_type"),
-        Refusal("reward_model process_reward_model", preferences.is_on, *preferences.REWARDS),
-        Refusal("rl", preferences.unless_preferences(preferences.is_on), *preferences.REWARDS),
         Refusal(
-            _CHOSEN_KEYS, preferences.unless_preferences(preferences.always), *preferences.NO_LOSS
+            "plugins", preferences.matches_pattern("(?i)nemo_?gym"), *preferences.REWARD_TRAINING
+        ),
+        preferences.preference_loss_refusal("dpo_loss_type"),
+        Refusal(
+            "reward_model process_reward_model", preferences.is_on, *preferences.REWARD_TRAINING
+        ),
+        Refusal(
+            "rl", preferences.unless_preferences(preferences.is_on), *preferences.REWARD_TRAINING
+        ),
+        Refusal(
+            _CHOSEN_KEYS,
+            preferences.unless_preferences(preferences.always),
+            *preferences.UNNAMED_LOSS,
         ),
         Refusal("kd_trainer kd_ce_alpha kd_alpha", preferences.is_on, *preferences.DISTILLATION),
         Refusal(
@@ -475,7 +500,7 @@ AXOLOTL = Tool(
             preferences.always,
             *preferences.DISTILLATION,
         ),
-        Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.IMAGES),
+        Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.MEDIA_TRAINING),
         Refusal(
             "model_type",
             preferences.matches_pattern("Classification"),
@@ -483,5 +508,5 @@ AXOLOTL = Tool(
             "Stay with {tool} for it",
         ),
     ),
-    LISTS,
+    DATASET_LISTS,
 )

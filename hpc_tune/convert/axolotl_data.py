@@ -15,11 +15,11 @@ from hpc_tune.convert.rules import (
     Outcome,
     Rule,
     Unsupported,
-    same_rule,
+    rule_for_keys,
 )
 
 _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
-LISTS = ("datasets", "test_datasets", "pretraining_dataset")
+DATASET_LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
 _ENDING = Ignored("the ending of a file tells its format")
@@ -126,7 +126,7 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
     columns = _all_columns(theirs)
     if not isinstance(value, str):
-        return Unsupported(rules.NO_COLUMN, to_do=True)
+        return Unsupported(rules.NOT_A_COLUMN, to_do=True)
     if value in columns:
         return Mapped({"data.columns": columns})
     if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_READ_AS):
@@ -147,15 +147,15 @@ def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
 def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; each field keeps the first column found."""
     columns: dict[str, str] = {}
-    for part in LISTS:
+    for part in DATASET_LISTS:
         for item in theirs.items(part):
-            for name, field in _find_renamed(item, theirs.has_preferences):
+            for name, field in _find_renamed_columns(item, theirs.has_preferences):
                 if name != field and field not in columns.values():
                     columns.setdefault(name, field)
     return columns
 
 
-def _find_renamed(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
+def _find_renamed_columns(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
     """Yield (column, field) for the columns that a dataset names by type or by key."""
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
@@ -168,7 +168,7 @@ def _split_rule(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
         is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
-        return rules.convert_split(value, ours, _only_file(part, theirs), is_whole)
+        return rules.convert_split(value, ours, _single_file(part, theirs), is_whole)
 
     return rule
 
@@ -179,12 +179,12 @@ def _shards_rule(part: str, ours: str) -> Rule:
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
             return Unsupported("cut the data beforehand", to_do=True)
-        return rules.advise_on_slice(f"{index}::{shards}", ours, _only_file(part, theirs))
+        return rules.advise_on_slice(f"{index}::{shards}", ours, _single_file(part, theirs))
 
     return rule
 
 
-def _only_file(part: str, theirs: ForeignConfig) -> str | None:
+def _single_file(part: str, theirs: ForeignConfig) -> str | None:
     files = list_usable_files(part, theirs)
     return files[0] if len(files) == 1 else None
 
@@ -209,7 +209,7 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     return preferences.convert_seq_len(theirs.integer("sequence_len"), theirs, remark)
 
 
-def _convert_too_long(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_excess_length(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         return Ignored("a prompt that does not fit is cut from the left, and no answer is cut")
     instead = "rows longer than data.seq_len are cut at the end, and counted"
@@ -226,17 +226,17 @@ _MAPPED: dict[str, Rule] = {
     **_CHAT_TEMPLATE,
     "conversation": _convert_template,
     "type": _convert_type,
-    **same_rule(_convert_column, " ".join(_FIELD_KEYS)),
+    **rule_for_keys(_convert_column, " ".join(_FIELD_KEYS)),
     **preferences.for_preferences_only(
         {
-            **same_rule(_convert_column, " ".join(_PREFERENCE_KEYS)),
-            **same_rule(
+            **rule_for_keys(_convert_column, " ".join(_PREFERENCE_KEYS)),
+            **rule_for_keys(
                 _convert_format,
                 "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
             ),
         }
     ),
-    "roles_to_train": preferences.with_preferences_or(
+    "roles_to_train": preferences.override_for_preferences(
         preferences.ONLY_ANSWERS,
         rules.known_values_rule(
             (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
@@ -250,14 +250,14 @@ _MAPPED: dict[str, Rule] = {
             ),
         ),
     ),
-    **same_rule(
-        preferences.with_preferences_or(
+    **rule_for_keys(
+        preferences.override_for_preferences(
             preferences.ONLY_ANSWERS,
             rules.known_values_rule(("turn",), _LEARNED, Unsupported(_LEARNED.why, to_do=True)),
         ),
         "train_on_eos train_on_eot",
     ),
-    **same_rule(
+    **rule_for_keys(
         rules.known_values_rule(
             ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"),
             Ignored("role and content, and ShareGPT's from and value, are known"),
@@ -270,7 +270,7 @@ _MAPPED: dict[str, Rule] = {
         Ignored("such a mark in the data tells whether an answer is learned"),
         Unsupported("call the mark train in the data", to_do=True),
     ),
-    **same_rule(
+    **rule_for_keys(
         Unsupported(
             "there are no random tokens; use builtin:pydocs for first experiments", to_do=True
         ),
@@ -297,30 +297,30 @@ _TO_DO = {
     "template_thinking_key",
     "change the records beforehand": "input_transform",
 }
-_OF_A_DATASET = rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+_DATASET_RULES = rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
 
 
 def _part_rules(part: str, ours: str) -> dict[str, Rule]:
     """Return the rules for all keys of one part: datasets, test_datasets or pretraining_dataset."""
     rows: dict[str, Rule] = {
         part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
-        **same_rule(_path_rule(part, ours), f"{part}.path {part}.data_files"),
+        **rule_for_keys(_path_rule(part, ours), f"{part}.path {part}.data_files"),
         f"{part}.split": _split_rule(part, ours),
         f"{part}.skip": rules.record_count_rule(ours, "{}:"),
-        **same_rule(_shards_rule(part, ours), f"{part}.shards {part}.shards_idx"),
+        **rule_for_keys(_shards_rule(part, ours), f"{part}.shards {part}.shards_idx"),
     }
-    return rules.join_tables(rows, {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()})
+    return rules.join_tables(rows, {f"{part}.{key}": rule for key, rule in _DATASET_RULES.items()})
 
 
-DATA: dict[str, Rule] = {
+DATA_RULES: dict[str, Rule] = {
     **_part_rules("datasets", "data.path"),
     **_part_rules("test_datasets", "data.eval_path"),
     **_part_rules("pretraining_dataset", "data.path"),
     **_CHAT_TEMPLATE,
     "sequence_len": _convert_seq_len,
-    "excess_length_strategy": _convert_too_long,
-    "sample_packing": rules.PACKING,
-    "train_on_inputs": preferences.with_preferences_or(
+    "excess_length_strategy": _convert_excess_length,
+    "sample_packing": rules.PACKING_RULE,
+    "train_on_inputs": preferences.override_for_preferences(
         preferences.ONLY_ANSWERS,
         rules.on_off_rule(Mapped({"data.loss_on": "all"}), Mapped({"data.loss_on": "answers"})),
     ),

@@ -19,10 +19,10 @@ import yaml
 from pydantic import ValidationError
 
 from hpc_tune.config.constraints import check_config
-from hpc_tune.config.load import explain_errors, text_fields
+from hpc_tune.config.load import explain_errors, text_setting_names
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
-from hpc_tune.convert.axolotl_data import LISTS
+from hpc_tune.convert.axolotl_data import DATASET_LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import (
     ForeignConfig,
@@ -151,21 +151,21 @@ class OutcomeLine:
 class ConvertedConfig:
     """The outcome of a conversion: ``config`` is ours, the rest are lines for people.
 
-    Each of their keys is in exactly one of ``taken``, ``decided`` and ``left``; ``to_do`` is what
-    the user must do before the first run.
+    Each of their keys is in exactly one of ``taken``, ``decided`` and ``not_taken``; ``to_do`` is
+    what the user must do before the first run.
     """
 
     tool: str
     config: dict[str, dict[str, Any]]
     taken: tuple[OutcomeLine, ...]
     decided: tuple[OutcomeLine, ...]
-    left: tuple[OutcomeLine, ...]
+    not_taken: tuple[OutcomeLine, ...]
     further: tuple[str, ...]
 
     @property
     def to_do(self) -> tuple[str, ...]:
         """What the user must do before the first run."""
-        lines = (*self.taken, *self.left)
+        lines = (*self.taken, *self.not_taken)
         return (*(str(line) for line in lines if line.to_do), *self.further)
 
 
@@ -183,7 +183,7 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
     text, lines = render_yaml(converted, notes, file.name), report_lines(converted, notes)
     if out is not None:
-        write_new(out, text)
+        write_new_file(out, text)
         lines += (
             [f"wrote {out}. When the starred lines are done:"] if notes else [f"wrote {out}. Next:"]
         )
@@ -198,8 +198,8 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
         ConfigError: if the tool is not recognized, the kind of training has no counterpart here,
             or values are invalid.
     """
-    tool = recognise_tool(theirs)
-    given = dict(flatten_keys(theirs, tool.lists))
+    tool = recognize_tool(theirs)
+    given = dict(flatten_keys(theirs, tool.list_keys))
     written = {key: value for key, value in resolve_references(given).items() if value is not None}
     values = parse_numbers(written)
     defaults = tool.defaults(ForeignConfig(tool, values, ranks))
@@ -224,12 +224,12 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
         )
         text = f"{key} = {value}" if key in known.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
-        sheet.enter(key, text, outcome)
-    sheet.fill_in("model.path", "data.path")
+        sheet.record_outcome(key, text, outcome)
+    sheet.fill_in_placeholders("model.path", "data.path")
     return sheet.converted(tool.name)
 
 
-def recognise_tool(theirs: dict[str, Any]) -> Tool:
+def recognize_tool(theirs: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
@@ -242,7 +242,7 @@ def recognise_tool(theirs: dict[str, Any]) -> Tool:
         return TORCHTUNE  # reinforcement learning, which is refused by name
     if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
         return LLAMA_FACTORY
-    if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
+    if "base_model" in theirs and {*DATASET_LISTS, "adapter", "micro_batch_size"} & set(theirs):
         return AXOLOTL
     found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
     found += " and more" if len(theirs) > 12 else ""
@@ -272,20 +272,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def flatten_keys(
-    tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
+    tree: dict[Any, Any], list_keys: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; an empty mapping and a list not in ``lists`` are values.
+    """Yield dotted keys and values; an empty mapping and a list not in ``list_keys`` are values.
 
-    A key of ``lists`` may also have a single item instead of a list.
+    A key of ``list_keys`` may also have a single item instead of a list.
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in lists and isinstance(value, dict) and value:
+        if key in list_keys and isinstance(value, dict) and value:
             value = [value]
-        if key in lists and isinstance(value, list) and all(isinstance(v, dict) for v in value):
+        if key in list_keys and isinstance(value, list) and all(isinstance(v, dict) for v in value):
             value = dict(enumerate(value))
         if isinstance(value, dict) and value:
-            yield from flatten_keys(value, lists, f"{key}.")
+            yield from flatten_keys(value, list_keys, f"{key}.")
         else:
             yield key, value
 
@@ -325,7 +325,7 @@ def report_lines(converted: ConvertedConfig, notes: Sequence[str]) -> list[str]:
     groups = {
         "taken over": converted.taken,
         "decided by hpc_tune itself": converted.decided,
-        "not taken over": converted.left,
+        "not taken over": converted.not_taken,
     }
     lines = [f"recognized: a config of {converted.tool} (* marks what to do before the first run)"]
     for title, group in groups.items():
@@ -337,7 +337,7 @@ def report_lines(converted: ConvertedConfig, notes: Sequence[str]) -> list[str]:
     return [*lines, *(f"* {note}" for note in further)]
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new_file(path: Path, text: str) -> None:
     """Write a new file.
 
     Raises:
@@ -358,11 +358,11 @@ class _OutcomeSheet:
     ours: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, dict[str, str]] = field(default_factory=dict)
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
-    left: dict[str, dict[str, str]] = field(default_factory=dict)
-    starred: set[str] = field(default_factory=set)
+    not_taken: dict[str, dict[str, str]] = field(default_factory=dict)
+    starred_remarks: set[str] = field(default_factory=set)
     further: list[str] = field(default_factory=list)
 
-    def enter(self, key: str, text: str, outcome: Outcome) -> None:
+    def record_outcome(self, key: str, text: str, outcome: Outcome) -> None:
         """Record the outcome of a key; ``text`` is the key with its value."""
         settings = outcome.settings if isinstance(outcome, Mapped) else {}
         others = [name for name, value in settings.items() if self.ours.get(name, value) != value]
@@ -382,16 +382,16 @@ class _OutcomeSheet:
                 self.decided.setdefault(remark, {})[key] = text
             case Unsupported():
                 remark = f": {outcome.instead}"
-                self.left.setdefault(remark, {})[key] = text
+                self.not_taken.setdefault(remark, {})[key] = text
         if not isinstance(outcome, Ignored) and outcome.to_do:
-            self.starred.add(remark)
+            self.starred_remarks.add(remark)
 
-    def fill_in(self, *keys: str) -> None:
+    def fill_in_placeholders(self, *keys: str) -> None:
         """Set a placeholder for unset ``keys``, where a run would use a built-in default."""
         for key in keys:
             if key not in self.ours:
                 self.ours[key] = PLACEHOLDER
-                if not any(key in remark for remark in self.starred):
+                if not any(key in remark for remark in self.starred_remarks):
                     self.further.append(
                         f"{key}: replace {PLACEHOLDER}, since their config does not say it"
                     )
@@ -406,18 +406,18 @@ class _OutcomeSheet:
             OutcomeLine(tuple(keys if len(keys) > 1 else keys.values()), remark)
             for remark, keys in self.decided.items()
         )
-        taken, left = (
+        taken, not_taken = (
             tuple(
-                OutcomeLine(tuple(keys.values()), remark, remark in self.starred)
+                OutcomeLine(tuple(keys.values()), remark, remark in self.starred_remarks)
                 for remark, keys in group.items()
             )
-            for group in (self.taken, self.left)
+            for group in (self.taken, self.not_taken)
         )
-        ours = _validate(self.ours)
-        return ConvertedConfig(tool, ours, taken, tuple(decided), left, tuple(self.further))
+        ours = _validate_settings(self.ours)
+        return ConvertedConfig(tool, ours, taken, tuple(decided), not_taken, tuple(self.further))
 
 
-def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _validate_settings(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return our settings as a tree of validated values.
 
     Raises:
@@ -426,7 +426,7 @@ def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     tree: dict[str, dict[str, Any]] = {part: {} for part in RunConfig.model_fields}
     for key, value in ours.items():
         part, _, name = key.partition(".")
-        is_bare = key in text_fields() and isinstance(value, int | float | date)
+        is_bare = key in text_setting_names() and isinstance(value, int | float | date)
         tree[part][name] = str(value) if is_bare else value
     try:
         config = RunConfig.model_validate(tree)

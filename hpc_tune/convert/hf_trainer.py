@@ -9,21 +9,21 @@ from typing import Any
 
 from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
-    IS_OFF,
     NO_ADAPTERS,
+    OFF_IN_THEIRS,
     ForeignConfig,
     Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
-    same_rule,
+    rule_for_keys,
 )
 from hpc_tune.files import read_json_object
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
 _SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
-ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
+SCHEDULE_ADVICE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
 _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
 _END_REMARK = "the final rate is reached in the last step here, and one step later there"
@@ -35,15 +35,17 @@ ROUTER_LOSS = (
 HELD_OUT_LOSS = (
     "held-out loss is measured at the start, at the end and every train.eval_every_steps steps"
 )
-PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
+PREPARATION_REASON = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 NO_TRACKER = (
     "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
 )
 OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
-ROPE = "set model.rope_scaling, whose keys are those of transformers' config.json"
-SHAPE = "the model is what config.json of model.path says: change it there"
-NAMES = Unsupported("tune.targets takes names of layers such as q_proj, not patterns", to_do=True)
-NF4 = "NF4 with double quantization, by bitsandbytes"
+ROPE_ADVICE = "set model.rope_scaling, whose keys are those of transformers' config.json"
+SHAPE_ADVICE = "the model is what config.json of model.path says: change it there"
+NO_LAYER_NAMES = Unsupported(
+    "tune.targets takes names of layers such as q_proj, not patterns", to_do=True
+)
+NF4_REASON = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB_REMARK = "also for embeddings, whose state theirs keeps in fp32"
 _OFFLOADS = (
@@ -55,7 +57,7 @@ _OFFLOADS = (
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
-def only_value(value: str, why: str) -> Rule:
+def only_value_rule(value: str, why: str) -> Rule:
     """Rule for a key of which hpc_tune only supports ``value``."""
 
     def rule(given: Any, theirs: ForeignConfig) -> Outcome:
@@ -177,7 +179,7 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
                 return Mapped({"optim.schedule": str(name), **more}, _END_REMARK)
             ours = "cosine"
     if ours is None:
-        return Unsupported(ONE_SCHEDULE, to_do=True)
+        return Unsupported(SCHEDULE_ADVICE, to_do=True)
     if ours == "constant":
         return Mapped({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
@@ -209,7 +211,7 @@ def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
     if name in _TAKES_ARGUMENTS:
         return Ignored("optim.schedule, optim.restarts and optim.decay_ratio say it")
-    return Unsupported(ONE_SCHEDULE, to_do=True)
+    return Unsupported(SCHEDULE_ADVICE, to_do=True)
 
 
 def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
@@ -262,7 +264,7 @@ def _convert_deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return Ignored(rules.LAYOUT + asked)
+    return Ignored(rules.LAYOUT_REASON + asked)
 
 
 def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -288,7 +290,7 @@ def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
 def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for modules trained in full beside adapters: a list, or names separated by commas."""
     if not value:
-        return IS_OFF
+        return OFF_IN_THEIRS
     if theirs.method == "full":
         return NO_ADAPTERS
     if not are_names(value):
@@ -308,7 +310,7 @@ def split_names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
+def peft_pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
     """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``theirs_key``."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -318,16 +320,16 @@ def pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
         found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
         return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
 
-    return {theirs_key: IS_OFF, f"{theirs_key}.*": rule}
+    return {theirs_key: OFF_IN_THEIRS, f"{theirs_key}.*": rule}
 
 
 _NEFTUNE_REMARK = "scaled by the tokens of a document; there by the tokens and padding of a row"
-NEFTUNE = preferences.with_preferences_or(
+NEFTUNE_RULE = preferences.override_for_preferences(
     preferences.NO_NOISE,
     rules.unless_off(lambda value, theirs: Mapped({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)),
 )
 # Keys common to axolotl and LLaMA-Factory.
-TRAINER = rules.rule_table(
+TRAINER_RULES = rules.rule_table(
     {
         "learning_rate": "optim.lr",
         "weight_decay": "optim.weight_decay",
@@ -347,10 +349,10 @@ TRAINER = rules.rule_table(
         "lora_alpha": "tune.alpha",
         "loraplus_lr_ratio": "optim.lora_b_ratio",
         "simpo_gamma": "tune.gamma",
-        "neftune_noise_alpha": NEFTUNE,
-        "reward_model": preferences.OF_REWARDS,
-        **same_rule(_convert_deepspeed, "deepspeed deepspeed.*"),
-        **same_rule(
+        "neftune_noise_alpha": NEFTUNE_RULE,
+        "reward_model": preferences.ONLY_FOR_REWARDS,
+        **rule_for_keys(_convert_deepspeed, "deepspeed deepspeed.*"),
+        **rule_for_keys(
             _convert_schedule_argument,
             "lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.num_decay_steps "
             "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.warmup_type "
@@ -358,34 +360,35 @@ TRAINER = rules.rule_table(
         ),
     },
     ignored={
-        PREPARED: "dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory "
+        PREPARATION_REASON: "dataloader_num_workers dataloader_prefetch_factor "
+        "dataloader_pin_memory "
         "dataloader_drop_last streaming group_by_length",
         rules.LARGEST_MICRO_BATCH: "auto_find_batch_size",
-        rules.LAYOUT: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
+        rules.LAYOUT_REASON: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
         rules.READ_BY_REGIONS: "low_cpu_mem_usage",
         "run.timeout and run.host_timeout end a job that hangs": "ddp_timeout",
         "mpirun, srun or torchrun start the ranks": "local_rank use_ray ray_run_name "
         "ray_num_workers resources_per_worker resources_per_worker.*",
-        rules.METRICS: "logging_steps debug",
+        rules.METRICS_REASON: "logging_steps debug",
         HELD_OUT_LOSS: "eval_strategy",
-        rules.COMPILED: "torch_compile_backend torch_compile_mode",
+        rules.COMPILE_REASON: "torch_compile_backend torch_compile_mode",
         "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr_rate",
         "embeddings have no adapters": "loraplus_lr_embedding",
         "checkpoint.keep_best uses the loss": "metric_for_best_model greater_is_better",
     },
     lacking={
-        rules.DTYPES: "fp16",
+        rules.DTYPE_ADVICE: "fp16",
         "no code of a model directory is run: hpc_tune must know its type": "trust_remote_code",
         NO_TRACKER: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
         "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
     },
     to_do={
-        ROPE: "rope_scaling",
+        ROPE_ADVICE: "rope_scaling",
         rules.ONLY_ADAMW: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",
         "set checkpoint.keep_best=true, and export the best": "load_best_model_at_end",
-        rules.OTHER_STATE: "resume_from_checkpoint",
+        rules.UNREADABLE_STATE: "resume_from_checkpoint",
     },
 )
 
@@ -408,7 +411,7 @@ _LAYERS = {
 }
 _STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
 _OUTPUT_HEAD = {"lm_head"}  # absent from files if it is tied to the embedding
-_LARGEST_HEADER = 64 << 20  # bytes; a larger header means a damaged file
+_MAX_HEADER_BYTES = 64 << 20  # bytes; a larger header means a damaged file
 
 
 def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
@@ -433,7 +436,7 @@ def are_expert_stacks(parameters: Any) -> bool:
     return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
 
 
-def add_experts(outcome: Outcome, rank: Any) -> Outcome:
+def add_expert_targets(outcome: Outcome, rank: Any) -> Outcome:
     """Return ``outcome`` with routed experts as targets; in peft each expert has the full rank."""
     if not isinstance(outcome, Mapped):
         return outcome
@@ -468,7 +471,7 @@ def _read_weight_names(directory: Path) -> list[str]:
     try:
         with (directory / "model.safetensors").open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(num_bytes)) if num_bytes <= _LARGEST_HEADER else {}
+            header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_HEADER_BYTES else {}
     except (OSError, ValueError, RecursionError):
         return []
     return list(header) if isinstance(header, dict) else []

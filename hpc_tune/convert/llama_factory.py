@@ -14,7 +14,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    same_rule,
+    rule_for_keys,
 )
 
 # In LLaMA-Factory ipo, simpo and orpo are losses of stage dpo. As here, they use means over an
@@ -80,7 +80,7 @@ def _convert_reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
 
 
-def _convert_bits(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_quantization_bits(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "qlora":
         return rules.map_method(value, theirs)
     return Unsupported(rules.ONLY_4_BITS, to_do=True)
@@ -90,7 +90,7 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if not hf_trainer.are_names(value):
-        return hf_trainer.NAMES
+        return hf_trainer.NO_LAYER_NAMES
     names = hf_trainer.split_names(value)
     if names == ["all"]:
         return Mapped({"tune.targets": "all-linear"})
@@ -127,7 +127,7 @@ def _convert_packing(value: Any, theirs: ForeignConfig) -> Outcome:
         remark = f"training on preferences does not pack there; {rules.NOT_PACKED}"
         return Mapped({"data.packing": False}, remark)
     return rules.apply_rule(
-        rules.PACKING, theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs
+        rules.PACKING_RULE, theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs
     )
 
 
@@ -191,18 +191,20 @@ def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
 _MAPPED: dict[str, Rule] = {
     "model_name_or_path": rules.convert_model_path,
     "adapter_name_or_path": hf_trainer.init_adapter_rule(reference="ref_model_adapters"),
-    "quantization_bit": _convert_bits,
-    "quantization_method": hf_trainer.only_value("bnb", hf_trainer.NF4),
-    "quantization_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
+    "quantization_bit": _convert_quantization_bits,
+    "quantization_method": hf_trainer.only_value_rule("bnb", hf_trainer.NF4_REASON),
+    "quantization_type": hf_trainer.only_value_rule("nf4", hf_trainer.NF4_REASON),
     "template": _convert_template,
     "finetuning_type": rules.known_values_rule(
         ("lora", "full"), rules.map_method, Unsupported(rules.ALL_METHODS, to_do=True)
     ),
-    "use_dora": rules.DORA,
+    "use_dora": rules.DORA_RULE,
     "use_rslora": rules.on_off_rule("tune.rslora"),
     "lora_rank": "tune.rank",
     "additional_target": hf_trainer.convert_modules_to_save,
-    "lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT_THERE, "tune.dropout"),
+    "lora_dropout": preferences.override_for_preferences(
+        preferences.NO_DROPOUT_THERE, "tune.dropout"
+    ),
     "lora_target": _convert_targets,
     "dataset": _dataset_rule("data.path"),
     "eval_dataset": _dataset_rule("data.eval_path"),
@@ -210,14 +212,16 @@ _MAPPED: dict[str, Rule] = {
     "eval_steps": hf_trainer.eval_steps_rule("val_size"),
     "cutoff_len": _convert_seq_len,
     "max_samples": rules.record_count_rule("data.path", ":{}"),
-    **same_rule(_convert_packing, "packing neat_packing"),
-    "train_on_prompt": preferences.with_preferences_or(preferences.ONLY_ANSWERS, _convert_loss_on),
+    **rule_for_keys(_convert_packing, "packing neat_packing"),
+    "train_on_prompt": preferences.override_for_preferences(
+        preferences.ONLY_ANSWERS, _convert_loss_on
+    ),
     "enable_thinking": _convert_thinking,
-    **same_rule(_convert_batch, "per_device_train_batch_size gradient_accumulation_steps"),
+    **rule_for_keys(_convert_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "lr_scheduler_type": _convert_schedule,
     "optim": hf_trainer.convert_optimizer,
     "num_train_epochs": hf_trainer.convert_epochs,
-    **same_rule(_convert_bf16, "bf16 pure_bf16"),
+    **rule_for_keys(_convert_bf16, "bf16 pure_bf16"),
     "disable_gradient_checkpointing": _convert_recompute,
     "torch_compile": "train.compile",
     "early_stopping_steps": hf_trainer.early_stop_rule("val_size"),
@@ -234,16 +238,16 @@ _MAPPED: dict[str, Rule] = {
         {
             "pref_loss": preferences.OBJECTIVE_SAYS_IT,
             "pref_ftx": preferences.sft_weight_rule(),
-            "dpo_label_smoothing": preferences.SMOOTHING,
-            "ld_alpha": rules.lacking_feature(
+            "dpo_label_smoothing": preferences.SMOOTHING_RULE,
+            "ld_alpha": rules.unsupported_unless_off(
                 "tokens after the shorter answer's length count in full", to_do=True
             ),
             "ref_model": _convert_reference,
             "ref_model_adapters": _convert_reference_adapter,
         }
     ),
-    **same_rule(
-        preferences.OF_REWARDS,
+    **rule_for_keys(
+        preferences.ONLY_FOR_REWARDS,
         "pref_bco_weight reward_model_adapters reward_model_type ppo_epochs ppo_buffer_size "
         "ppo_score_norm ppo_target ppo_whiten_rewards ref_model_quantization_bit "
         "reward_model_quantization_bit",
@@ -253,7 +257,8 @@ _IGNORED = {
     "the command trains": "do_train",
     "data.path names the file itself": "dataset_dir",
     "the files of a folder are one dataset": "mix_strategy",
-    hf_trainer.PREPARED: "overwrite_cache preprocessing_num_workers preprocessing_batch_size "
+    hf_trainer.PREPARATION_REASON: "overwrite_cache preprocessing_num_workers "
+    "preprocessing_batch_size "
     "tokenized_path dataloader_persistent_workers buffer_size data_shared_file_system "
     "dataloader_in_order dataloader_multiprocessing_context train_sampling_strategy "
     "length_column_name sortish_sampler",
@@ -261,7 +266,7 @@ _IGNORED = {
     "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
     "ignore_data_skip restore_callback_states_from_checkpoint",
     "metrics.jsonl and tensorboard/ in run.dir have each step": "logging_dir",
-    rules.METRICS: "logging_strategy logging_first_step plot_loss log_level "
+    rules.METRICS_REASON: "logging_strategy logging_first_step plot_loss log_level "
     "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node log_level_replica "
     "logging_nan_inf_filter skip_memory_metrics print_param_status "
     "include_effective_tokens_per_second",
@@ -285,10 +290,11 @@ _IGNORED = {
     "quantization_device_map",
     "mpirun, srun or torchrun start the ranks": "ray_storage_path ray_storage_filesystem "
     "placement_strategy ray_init_kwargs.*",
-    rules.LAYOUT: "ddp_static_graph ddp_backend parallelism_config.* tensor_model_parallel_size "
+    rules.LAYOUT_REASON: "ddp_static_graph ddp_backend parallelism_config.* "
+    "tensor_model_parallel_size "
     "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
     "sequence_parallel virtual_pipeline_model_parallel_size",
-    hf_trainer.NF4: "double_quantization",
+    hf_trainer.NF4_REASON: "double_quantization",
     "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr",
     rules.FOUND_BY_KEYS: "remove_unused_columns",
     "python -m hpc_tune generate answers prompts": "predict_with_generate compute_accuracy "
@@ -321,7 +327,7 @@ _LACKING = {
     "dtypes follow model.dtype": "upcast_layernorm upcast_lmhead_output",
 }
 _TO_DO = {
-    rules.SHUFFLED: "disable_shuffling",
+    rules.SHUFFLE_REASON: "disable_shuffling",
     "every answer of a chat is learned": "mask_history",
     "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
     "documents": "interleave_probs",
@@ -345,7 +351,7 @@ _TO_DO = {
     "use_llama_pro",
     rules.NO_NEW_TOKENS: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
     "a run only trains; python -m hpc_tune generate answers prompts": "do_predict",
-    rules.FLOAT8: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+    rules.FLOAT8_ADVICE: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     "no parts are frozen: adapters are trained, or all weights": "freeze_trainable_layers "
     "freeze_trainable_modules freeze_extra_modules",
 }
@@ -365,15 +371,19 @@ def _is_bco(value: Any, theirs: ForeignConfig) -> bool:
 
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
-    rules.join_tables(hf_trainer.TRAINER, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
+    rules.join_tables(
+        hf_trainer.TRAINER_RULES, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+    ),
     _default_settings,
     _read_method,
     _read_objective,
     (
-        Refusal("stage", _is_other_stage, *preferences.REWARDS),
-        preferences.refuse_loss("pref_loss"),
+        Refusal("stage", _is_other_stage, *preferences.REWARD_TRAINING),
+        preferences.preference_loss_refusal("pref_loss"),
         Refusal("pref_bco_weight", _is_bco, *preferences.OTHER_LOSS),
-        Refusal("template", preferences.matches_pattern(_MEDIA_TEMPLATE), *preferences.IMAGES),
-        Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.IMAGES),
+        Refusal(
+            "template", preferences.matches_pattern(_MEDIA_TEMPLATE), *preferences.MEDIA_TRAINING
+        ),
+        Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.MEDIA_TRAINING),
     ),
 )

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpc_tune.convert.rules import (
-    OFF,
-    UNUSED,
+    OFF_VALUES,
+    ONLY_FOR_PREFERENCES,
     ForeignConfig,
     Ignored,
     Mapped,
@@ -18,9 +18,9 @@ from hpc_tune.convert.rules import (
     Rule,
     Unsupported,
     apply_rule,
-    tune_of,
+    objective_uses_setting,
+    tune_with_objective,
     unless_off,
-    uses_setting,
 )
 
 MEAN_REMARK = "a mean over each answer's tokens; there over all tokens of a micro-batch"
@@ -31,7 +31,7 @@ NO_DROPOUT = Unsupported("there is no dropout in training on preferences", to_do
 NO_NOISE = Unsupported("there is no noise in training on preferences", to_do=True)
 SAME_REFERENCE = Ignored("the model as it was at the start is the reference")
 OTHER_REFERENCE = "the model as it was at the start is the reference, no other: "
-OF_REWARDS = Ignored("only training on rewards or another loss uses it")
+ONLY_FOR_REWARDS = Ignored("only training on rewards or another loss uses it")
 
 
 def map_objective(theirs: ForeignConfig) -> Mapped:
@@ -40,11 +40,11 @@ def map_objective(theirs: ForeignConfig) -> Mapped:
     return Mapped({"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else "")
 
 
-def with_preferences_or(outcome: Outcome, rule: Rule) -> Rule:
+def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
     """Rule that gives ``outcome`` for preferences if the value is on, and else applies ``rule``."""
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
-        is_other = theirs.has_preferences and value not in OFF
+        is_other = theirs.has_preferences and value not in OFF_VALUES
         return apply_rule(outcome if is_other else rule, value, theirs)
 
     return whole
@@ -55,7 +55,7 @@ def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
 
     def with_preferences(rule: Rule) -> Rule:
         return lambda value, theirs: (
-            apply_rule(rule, value, theirs) if theirs.has_preferences else UNUSED
+            apply_rule(rule, value, theirs) if theirs.has_preferences else ONLY_FOR_PREFERENCES
         )
 
     return {key: with_preferences(rule) for key, rule in rows.items()}
@@ -65,7 +65,7 @@ def sft_weight_rule(remark: str = "") -> Rule:
     """Rule for the weight of the additional loss on the chosen answers."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if uses_setting(theirs, "tune.sft_weight"):
+        if objective_uses_setting(theirs, "tune.sft_weight"):
             return Mapped({"tune.sft_weight": value}, remark)
         why = f"{theirs.objective} has no further loss on the chosen answers here"
         return Unsupported(why, to_do=True)
@@ -74,7 +74,7 @@ def sft_weight_rule(remark: str = "") -> Rule:
 
 
 def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not uses_setting(theirs, "tune.label_smoothing"):
+    if not objective_uses_setting(theirs, "tune.label_smoothing"):
         return Ignored(f"{theirs.objective} does not use it")
     return Unsupported(
         "there it mixes in the loss of the reversed pairs (cDPO); "
@@ -84,12 +84,12 @@ def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-SMOOTHING = unless_off(_convert_smoothing)  # another method than tune.label_smoothing
+SMOOTHING_RULE = unless_off(_convert_smoothing)  # another method than tune.label_smoothing
 
 
 def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
     """Return data.seq_len, twice ``length`` for pairs; ``remark`` is for rows of answers."""
-    match tune_of(theirs).form:
+    match tune_with_objective(theirs).form:
         case "pairs":
             why = "both answers of a pair are in one row, each after its prompt; a prompt that "
             why += "does not fit is cut from the left, and no answer is cut"
@@ -108,7 +108,11 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
         outcome = apply_rule(rule, value, theirs)
         is_same = bool(key) and theirs.get(key) == value
-        if not isinstance(outcome, Mapped) or is_same or not tune_of(theirs).has_reference:
+        if (
+            not isinstance(outcome, Mapped)
+            or is_same
+            or not tune_with_objective(theirs).has_reference
+        ):
             return outcome
         remark = "the reference is the model with this adapter here, and without it there: "
         remark += f"if you need theirs, merge nothing and stay with them; {outcome.remark}"
@@ -120,7 +124,7 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
 # -- Kinds of training that have no counterpart: what each one is, and what to do.
 
 
-REWARDS = (
+REWARD_TRAINING = (
     "that is training on rewards",
     "Stay with {tool} for this part; supervised fine-tuning before it can be done here, and "
     "{tool} can start from the exported model",
@@ -130,7 +134,7 @@ OTHER_LOSS = (
     "Choose one of dpo, ipo, simpo, orpo and kto in it, with a newly tuned beta, and convert it "
     "again. Stay with {tool} for this loss",
 )
-NO_LOSS = (
+UNNAMED_LOSS = (
     "that is preference data, whose loss the config does not name",
     "Name it there (axolotl: rl, torchtune: loss, LLaMA-Factory: stage) and convert it again. "
     "Stay with {tool} for a reward model",
@@ -140,21 +144,21 @@ DISTILLATION = (
     "Stay with {tool} for it; or let the teacher write the answers, and convert a config for "
     "supervised fine-tuning on these",
 )
-IMAGES = (
+MEDIA_TRAINING = (
     "that is training with images, sound or video",
     "Stay with {tool} for it; if all its records are text, convert a config for text (the language "
     "part of such a model can be trained here)",
 )
 
 
-def refuse_loss(key: str) -> Refusal:
+def preference_loss_refusal(key: str) -> Refusal:
     """Return the refusal of a preference loss without counterpart; ``key`` names the loss."""
     return Refusal(key, lambda value, theirs: theirs.objective is None, *OTHER_LOSS)
 
 
 def is_on(value: Any, theirs: ForeignConfig) -> bool:
     """Return whether a value switches something on."""
-    return value not in OFF
+    return value not in OFF_VALUES
 
 
 def always(value: Any, theirs: ForeignConfig) -> bool:
@@ -169,7 +173,7 @@ def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
 
 
 def unless_preferences(
-    is_meant: Callable[[Any, ForeignConfig], bool],
+    is_asked_for: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
-    """Return a predicate like ``is_meant`` that is False for configs with preferences."""
-    return lambda value, theirs: not theirs.has_preferences and is_meant(value, theirs)
+    """Return a predicate like ``is_asked_for`` that is False for configs with preferences."""
+    return lambda value, theirs: not theirs.has_preferences and is_asked_for(value, theirs)

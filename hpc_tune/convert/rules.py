@@ -16,23 +16,23 @@ from hpc_tune.data.files import COMPRESSIONS, KINDS
 from hpc_tune.errors import ConfigError
 
 SFT = "sft"
-OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
+OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 ALL_METHODS = "tune.method is lora, dora, qlora or full; lora is used"
 ONLY_4_BITS = "only tune.method=qlora has a quantized base, of 4 bits"
-NO_COLUMN = "it is not the name of a column"
+NOT_A_COLUMN = "it is not the name of a column"
 # Reasons that apply to keys of several tools.
-LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
+LAYOUT_REASON = "the layout follows from memory, or from measured links with parallel: auto"
 LARGEST_MICRO_BATCH = "the micro-batch is the largest that fits"
-METRICS = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
+METRICS_REASON = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
 READ_BY_REGIONS = "each rank reads only its parts of the files of model.path"
-COMPILED = "one decoder block is compiled and reused for all"
+COMPILE_REASON = "one decoder block is compiled and reused for all"
 MERGED_BY_EXPORT = "python -m hpc_tune export --to merged merges an adapter"
 FOUND_BY_KEYS = "the form of a record is found by its keys"
 ONLY_ADAMW = "AdamW is the only optimizer; find optim.lr again"
-DTYPES = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
-FLOAT8 = "set train.float8=true with train.compile=true, if the GPU has it"
-SHUFFLED = "rows are always shuffled, by train.seed"
-OTHER_STATE = "their training state cannot be read; tune.init_from takes adapters"
+DTYPE_ADVICE = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
+FLOAT8_ADVICE = "set train.float8=true with train.compile=true, if the GPU has it"
+SHUFFLE_REASON = "rows are always shuffled, by train.seed"
+UNREADABLE_STATE = "their training state cannot be read; tune.init_from takes adapters"
 SYSTEM_MESSAGE = "begin each record's messages with a system message"
 NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
 RECOMPUTE_INSTEAD = (
@@ -134,11 +134,11 @@ class Refusal:
     """A kind of training that has no counterpart here: ``what`` it is, what to do ``instead``.
 
     A config asks for it if one of ``keys`` (separated by spaces, without the numbers of list items)
-    has a value for which ``is_meant`` holds.
+    has a value for which ``is_asked_for`` holds.
     """
 
     keys: str
-    is_meant: Callable[[Any, ForeignConfig], bool]
+    is_asked_for: Callable[[Any, ForeignConfig], bool]
     what: str
     instead: str
 
@@ -147,7 +147,7 @@ class Refusal:
         found = [
             key
             for key, value in theirs.values.items()
-            if _drop_list_numbers(key) in self.keys.split() and self.is_meant(value, theirs)
+            if _drop_list_numbers(key) in self.keys.split() and self.is_asked_for(value, theirs)
         ]
         if not found:
             return None
@@ -159,18 +159,23 @@ class Refusal:
         )
 
 
-IS_OFF = Ignored("off in their config")
+OFF_IN_THEIRS = Ignored("off in their config")
 NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
 METHOD_SAYS_IT = Ignored("tune.method says it")
-UNUSED = Ignored("training on preferences alone uses it")
+ONLY_FOR_PREFERENCES = Ignored("training on preferences alone uses it")
 Outcome = Mapped | Ignored | Unsupported
 # A setting that takes the value as it is; an outcome whatever the value; or a function.
 Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
-_OF_ADAPTERS = (
+_ADAPTER_SETTINGS = (
     *("tune.rank", "tune.alpha", "tune.dropout", "tune.rslora"),
     *("tune.modules_to_save", "tune.trainable_tokens", "optim.lora_b_ratio"),
 )
-_OF_OBJECTIVES = ("tune.beta", "tune.gamma", "tune.desirable_weight", "tune.undesirable_weight")
+_OBJECTIVE_SETTINGS = (
+    "tune.beta",
+    "tune.gamma",
+    "tune.desirable_weight",
+    "tune.undesirable_weight",
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class Tool:
     """Another tool: its rules by key (``part.*``: all keys below; list items without numbers).
 
     ``refusals``: what cannot be converted at all; the first one that applies is reported.
-    ``lists``: keys whose lists are flattened, since their items are mappings.
+    ``list_keys``: keys whose lists are flattened, since their items are mappings.
     ``defaults``: the tool's values for keys that a config leaves out, where hpc_tune would use a
     different value.
     """
@@ -189,7 +194,7 @@ class Tool:
     method: Callable[[ForeignConfig], str]
     objective: Callable[[ForeignConfig], str | None]
     refusals: tuple[Refusal, ...]
-    lists: tuple[str, ...] = ()
+    list_keys: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
         """Return the outcome for a key; None if the key is unknown."""
@@ -212,22 +217,26 @@ def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _copy_value(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
     """Take a value over as it is, if the method and the objective use the setting."""
-    if ours in _OF_ADAPTERS and theirs.method == "full":
+    if ours in _ADAPTER_SETTINGS and theirs.method == "full":
         return NO_ADAPTERS
-    if ours in _OF_OBJECTIVES:
+    if ours in _OBJECTIVE_SETTINGS:
         if not theirs.has_preferences:
-            return UNUSED
-        if not uses_setting(theirs, ours):
-            return IS_OFF if value in OFF else Ignored(f"{theirs.objective} does not use it")
+            return ONLY_FOR_PREFERENCES
+        if not objective_uses_setting(theirs, ours):
+            return (
+                OFF_IN_THEIRS
+                if value in OFF_VALUES
+                else Ignored(f"{theirs.objective} does not use it")
+            )
     return Mapped({ours: value})
 
 
-def uses_setting(theirs: ForeignConfig, ours: str) -> bool:
+def objective_uses_setting(theirs: ForeignConfig, ours: str) -> bool:
     """Return whether the objective of a config uses a coefficient such as tune.beta."""
-    return ours.removeprefix("tune.") in tune_of(theirs).numbers
+    return ours.removeprefix("tune.") in tune_with_objective(theirs).coefficients
 
 
-def tune_of(theirs: ForeignConfig) -> TuneConfig:
+def tune_with_objective(theirs: ForeignConfig) -> TuneConfig:
     """Return a tune section with the objective of a config."""
     return TuneConfig.model_validate({"objective": theirs.objective})
 
@@ -256,12 +265,13 @@ def rule_table(
     ``ignored``: hpc_tune decides these itself. ``lacking``: not supported; ignored if a config
     switches them off. ``to_do``: like ``lacking``, but the user must act.
     """
-    added = [same_rule(Ignored(why), keys) for why, keys in (ignored or {}).items()]
+    added = [rule_for_keys(Ignored(why), keys) for why, keys in (ignored or {}).items()]
     added += [
-        same_rule(lacking_feature(instead), keys) for instead, keys in (lacking or {}).items()
+        rule_for_keys(unsupported_unless_off(instead), keys)
+        for instead, keys in (lacking or {}).items()
     ]
     added += [
-        same_rule(lacking_feature(instead, to_do=True), keys)
+        rule_for_keys(unsupported_unless_off(instead, to_do=True), keys)
         for instead, keys in (to_do or {}).items()
     ]
     return join_tables(rows, *added)
@@ -276,22 +286,24 @@ def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
     return joined
 
 
-def same_rule(rule: Rule, keys: str) -> dict[str, Rule]:
+def rule_for_keys(rule: Rule, keys: str) -> dict[str, Rule]:
     """Return a table with one rule for several keys, separated by spaces."""
     return join_tables(*({key: rule} for key in keys.split()))
 
 
-def lacking_feature(instead: str, to_do: bool = False) -> Rule:
+def unsupported_unless_off(instead: str, to_do: bool = False) -> Rule:
     """Rule for an unsupported feature: not taken over, unless their config switches it off."""
     return unless_off(Unsupported(instead, to_do))
 
 
 def unless_off(rule: Rule) -> Rule:
     """Rule that applies ``rule`` unless their config switches the feature off."""
-    return lambda value, theirs: IS_OFF if value in OFF else apply_rule(rule, value, theirs)
+    return lambda value, theirs: (
+        OFF_IN_THEIRS if value in OFF_VALUES else apply_rule(rule, value, theirs)
+    )
 
 
-def on_off_rule(on: Rule, off: Rule = IS_OFF) -> Rule:
+def on_off_rule(on: Rule, off: Rule = OFF_IN_THEIRS) -> Rule:
     """Rule for a boolean key."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -309,7 +321,7 @@ def known_values_rule(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule
 # -- Rules shared by several tools.
 
 
-def compile_rule(*context_keys: str) -> Rule:
+def torch_compile_rule(*context_keys: str) -> Rule:
     """Rule for compilation; ``context_keys`` hold the number of ranks that share a row."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -320,10 +332,10 @@ def compile_rule(*context_keys: str) -> Rule:
     return rule
 
 
-def map_context(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_context_parallel(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the number of ranks that share a row."""
-    if value in OFF or value == 1:
-        return IS_OFF
+    if value in OFF_VALUES or value == 1:
+        return OFF_IN_THEIRS
     if isinstance(value, bool) or not str(value).isdecimal():
         return Unsupported("it is not a number of ranks", to_do=True)
     return Mapped({"parallel.context": int(value)}, "the losses are those of one rank")
@@ -347,13 +359,13 @@ def _convert_dora(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"tune.method": "dora"})
 
 
-DORA = on_off_rule(_convert_dora, METHOD_SAYS_IT)
-OFFLOAD_PARAMS = on_off_rule(
+DORA_RULE = on_off_rule(_convert_dora, METHOD_SAYS_IT)
+OFFLOAD_PARAMS_RULE = on_off_rule(
     Mapped({"parallel.offload_params": "cpu"}, "the optimizer state is moved too"),
     Ignored("plan says whether the weights need it: parallel.offload_params"),
 )
 NOT_PACKED = "true is faster; a row then holds several documents, so make the batch smaller"
-PACKING = on_off_rule(
+PACKING_RULE = on_off_rule(
     Mapped({"data.packing": True}, "documents in a row do not see each other"),
     Mapped({"data.packing": False}, NOT_PACKED),
 )
@@ -446,7 +458,9 @@ _COMMAND = (
     "s.strip()]; [print(json.dumps(x)) for x in r[{part}]]"
 )
 _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
-_MIN_TRAINED = 50  # percent; a smaller part is taken as a subset, not as data with a held-out rest
+_MIN_TRAINED_PERCENT = (
+    50  # percent; a smaller part is taken as a subset, not as data with a held-out rest
+)
 
 
 def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:
@@ -473,7 +487,7 @@ def record_count_rule(ours: str, part: str) -> Rule:
         if not str(value).isdecimal():
             return Unsupported("it is not a number of records", to_do=True)
         cut = part.format(value)
-        return IS_OFF if cut == "0:" else advise_on_slice(cut, ours)
+        return OFF_IN_THEIRS if cut == "0:" else advise_on_slice(cut, ours)
 
     return rule
 
@@ -491,7 +505,7 @@ def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outc
             f"name the file of this part in {ours}: files are used whole", to_do=True
         )
     start, _, end, percent = found.groups()
-    if is_whole_data and not start and percent and _MIN_TRAINED <= int(end) < 100:
+    if is_whole_data and not start and percent and _MIN_TRAINED_PERCENT <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its position"
         return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
     return advise_on_slice(

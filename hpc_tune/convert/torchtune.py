@@ -4,11 +4,11 @@ from typing import Any
 
 from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.hf_trainer import (
-    ONE_SCHEDULE,
+    SCHEDULE_ADVICE,
     convert_adamw_8bit,
     convert_targets,
     map_decay_to_zero,
-    only_value,
+    only_value_rule,
 )
 from hpc_tune.convert.rules import (
     NO_ADAPTERS,
@@ -21,7 +21,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    same_rule,
+    rule_for_keys,
 )
 
 # -- The rules for datasets in torchtune's configs: which file, which columns, what is learned.
@@ -63,19 +63,19 @@ def _usable_path(part: str, theirs: ForeignConfig) -> Any:
 
 
 def _convert_eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _usable_path("dataset_val", theirs) or _holds_out(theirs):
+    if _usable_path("dataset_val", theirs) or _holds_out_a_share(theirs):
         return Mapped({"train.eval_every_steps": value})
     return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
 
-def _holds_out(theirs: ForeignConfig) -> bool:
+def _holds_out_a_share(theirs: ForeignConfig) -> bool:
     """Return whether a share of the only data file is held out."""
     return isinstance(
-        _convert_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped
+        _convert_part_split("dataset", theirs.get("dataset.split", "train"), theirs), Mapped
     )
 
 
-def _is_rest_of_file(theirs: ForeignConfig) -> bool:
+def _held_out_is_rest_of_file(theirs: ForeignConfig) -> bool:
     """Return whether the held-out data, if any, are the rest of the training file."""
     held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
     if not held_out:
@@ -92,21 +92,21 @@ def _is_rest_of_file(theirs: ForeignConfig) -> bool:
 
 def _split_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and rules.complement_split(value) and _holds_out(theirs):
+        if part == "dataset_val" and rules.complement_split(value) and _holds_out_a_share(theirs):
             return _HELD_OUT
-        return _convert_part(part, value, theirs)
+        return _convert_part_split(part, value, theirs)
 
     return rule
 
 
-def _convert_part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
-    is_whole = part == "dataset" and _is_rest_of_file(theirs)
+def _convert_part_split(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
+    is_whole = part == "dataset" and _held_out_is_rest_of_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
     known = file if isinstance(file, str) and rules.is_data_path(file) else None
     return rules.convert_split(value, _PARTS[part], known, is_whole)
 
 
-def _convert_component(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_dataset_component(value: Any, theirs: ForeignConfig) -> Outcome:
     name = _last_name(value)
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         instead = (
@@ -134,7 +134,7 @@ def _source_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.get(f"{part}.data_files"):
             return Ignored("the ending of the file says its kind")
-        if part == "dataset_val" and _holds_out(theirs):
+        if part == "dataset_val" and _holds_out_a_share(theirs):
             return _HELD_OUT
         path = _usable_path(part, theirs)
         return Mapped({_PARTS[part]: path}) if path else rules.explain_hub_data(value, _PARTS[part])
@@ -144,7 +144,7 @@ def _source_rule(part: str) -> Rule:
 
 def _files_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and _holds_out(theirs):
+        if part == "dataset_val" and _holds_out_a_share(theirs):
             return _HELD_OUT
         path = _usable_path(part, theirs)
         if path:
@@ -171,7 +171,7 @@ def _column_rule(*names: str) -> Rule:
         if value in names:
             return _BY_KEYS
         if not isinstance(value, str):
-            return Unsupported(rules.NO_COLUMN, to_do=True)
+            return Unsupported(rules.NOT_A_COLUMN, to_do=True)
         return Mapped({"data.columns": {value: names[0]}})
 
     return rule
@@ -283,15 +283,15 @@ def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
     return rules.map_global_batch(theirs, "batch_size", "gradient_accumulation_steps", *shared_by)
 
 
-def _steps_per_epoch(theirs: ForeignConfig) -> int | None:
+def _steps_of_all_epochs(theirs: ForeignConfig) -> int | None:
     """Return the steps of all epochs together; None if max_steps_per_epoch is not set."""
     if theirs.get("max_steps_per_epoch") is None:
         return None
     return theirs.integer("epochs") * theirs.integer("max_steps_per_epoch")
 
 
-def _convert_length(value: Any, theirs: ForeignConfig) -> Outcome:
-    steps = _steps_per_epoch(theirs)
+def _convert_run_length(value: Any, theirs: ForeignConfig) -> Outcome:
+    steps = _steps_of_all_epochs(theirs)
     if steps is None:
         return Mapped({"train.epochs": value})
     return Mapped({"train.max_steps": steps}, "if epochs have that many steps; else leave it out")
@@ -322,9 +322,9 @@ def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if _last_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
         return map_decay_to_zero(
-            "cosine", _steps_per_epoch(theirs), theirs.integer(key) if theirs.get(key) else 0
+            "cosine", _steps_of_all_epochs(theirs), theirs.integer(key) if theirs.get(key) else 0
         )
-    return Unsupported(ONE_SCHEDULE, to_do=True)
+    return Unsupported(SCHEDULE_ADVICE, to_do=True)
 
 
 def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -344,7 +344,7 @@ def _convert_clip(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
-        return Unsupported(rules.DTYPES)
+        return Unsupported(rules.DTYPE_ADVICE)
     if theirs.method == "full" and value == "bf16":
         return Mapped({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
     return Mapped({"model.dtype": value})
@@ -375,7 +375,7 @@ def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not rules.tune_of(theirs).has_reference:
+    if not rules.tune_with_objective(theirs).has_reference:
         return Ignored("no reference is used")
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == first:
@@ -407,34 +407,36 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
 
 
 _MAPPED: dict[str, Rule] = {
-    **same_rule(_convert_method, "model._component_ model.quantize_base"),
-    "model.use_dora": rules.DORA,
+    **rule_for_keys(_convert_method, "model._component_ model.quantize_base"),
+    "model.use_dora": rules.DORA_RULE,
     "model.lora_rank": "tune.rank",
     "model.lora_alpha": "tune.alpha",
-    "model.lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT, "tune.dropout"),
-    **same_rule(
+    "model.lora_dropout": preferences.override_for_preferences(
+        preferences.NO_DROPOUT, "tune.dropout"
+    ),
+    **rule_for_keys(
         _convert_targets,
         "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output",
     ),
-    **same_rule(_convert_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
+    **rule_for_keys(_convert_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _convert_model_path,
     "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
-    "dataset._component_": _convert_component,
+    "dataset._component_": _convert_dataset_component,
     "dataset.source": _source_rule("dataset"),
     "dataset.data_files": _files_rule("dataset"),
     "dataset_val.source": _source_rule("dataset_val"),
     "dataset_val.data_files": _files_rule("dataset_val"),
     "dataset.split": _split_rule("dataset"),
     "dataset_val.split": _split_rule("dataset_val"),
-    "dataset.packed": rules.PACKING,
-    **same_rule(_convert_loss_on, "dataset.train_on_input dataset.masking_strategy"),
+    "dataset.packed": rules.PACKING_RULE,
+    **rule_for_keys(_convert_loss_on, "dataset.train_on_input dataset.masking_strategy"),
     "dataset.conversation_column": _column_rule("messages", "conversations"),
     "dataset.column": _column_rule("text"),
     "dataset.column_map.*": _convert_column_map,
     "run_val_every_n_steps": _convert_eval_every,
-    **same_rule(_convert_batch, "batch_size gradient_accumulation_steps"),
-    "context_parallel_dim": rules.map_context,
-    **same_rule(_convert_length, "epochs max_steps_per_epoch"),
+    **rule_for_keys(_convert_batch, "batch_size gradient_accumulation_steps"),
+    "context_parallel_dim": rules.convert_context_parallel,
+    **rule_for_keys(_convert_run_length, "epochs max_steps_per_epoch"),
     "optimizer._component_": _convert_optimizer,
     "optimizer.lr": "optim.lr",
     "optimizer.weight_decay": "optim.weight_decay",
@@ -442,28 +444,28 @@ _MAPPED: dict[str, Rule] = {
     "optimizer.eps": "optim.eps",
     "lr_scheduler._component_": _convert_schedule,
     "lr_scheduler.num_warmup_steps": "optim.warmup_steps",
-    "lr_scheduler.num_cycles": only_value("0.5", "the schedule is half a cosine"),
+    "lr_scheduler.num_cycles": only_value_rule("0.5", "the schedule is half a cosine"),
     "loss._component_": _convert_loss,
     "loss.beta": "tune.beta",
     "loss.gamma": "tune.gamma",
-    **preferences.for_preferences_only({"loss.label_smoothing": preferences.SMOOTHING}),
-    **same_rule(_convert_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
+    **preferences.for_preferences_only({"loss.label_smoothing": preferences.SMOOTHING_RULE}),
+    **rule_for_keys(_convert_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
     "clip_grad_norm": _convert_clip,
-    **same_rule(rules.compile_rule("context_parallel_dim"), "compile compile.model"),
+    **rule_for_keys(rules.torch_compile_rule("context_parallel_dim"), "compile compile.model"),
     "dtype": _convert_dtype,
     "device": _convert_device,
     "seed": "train.seed",
     "shuffle": rules.on_off_rule(
         Ignored("the order follows from seed, epoch and position, on any number of ranks"),
-        Unsupported(rules.SHUFFLED, to_do=True),
+        Unsupported(rules.SHUFFLE_REASON, to_do=True),
     ),
-    **same_rule(_convert_recompute, "enable_activation_checkpointing ac_mode"),
-    **same_rule(rules.OFFLOAD_PARAMS, "fsdp_cpu_offload fsdp.cpu_offload"),
+    **rule_for_keys(_convert_recompute, "enable_activation_checkpointing ac_mode"),
+    **rule_for_keys(rules.OFFLOAD_PARAMS_RULE, "fsdp_cpu_offload fsdp.cpu_offload"),
     "metric_logger._component_": _convert_logger,
     "output_dir": "run.dir",
     "save_every_n_steps": "checkpoint.every_steps",
     "resume_from_checkpoint": rules.on_off_rule(
-        Unsupported(rules.OTHER_STATE, to_do=True),
+        Unsupported(rules.UNREADABLE_STATE, to_do=True),
         Ignored("checkpoint.resume=auto: rerun the same command"),
     ),
     "quantizer.*": Unsupported("there is no quantization-aware training", to_do=True),
@@ -478,16 +480,16 @@ _IGNORED = {
     "each rank reads its part of the files of model.path": "checkpointer.*",
     "everything that a run writes is in run.dir": "checkpointer.output_dir",
     rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
-    rules.LAYOUT: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
+    rules.LAYOUT_REASON: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
     "data_parallel_shard_dim data_parallel_replicate_dim "
     "custom_sharded_layers memory_efficient_fsdp_wrap fsdp_reshard_after_forward "
     "fsdp_sharding_strategy fsdp.*",
     "AdamW is fused": "optimizer.fused optimizer.foreach",
     "cross entropy, whose logits are never held whole": "loss.num_output_chunks",
-    rules.COMPILED: "compile.*",
+    rules.COMPILE_REASON: "compile.*",
     "parallel.recompute says it": "ac_option",
     rules.READ_BY_REGIONS: "low_cpu_ram",
-    rules.METRICS: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
+    rules.METRICS_REASON: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
     "checkpoints go by time and steps, while training continues": "save_last_epoch_only "
     "epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
     "the adapter alone is saved; python -m hpc_tune export --to merged merges it": (
@@ -511,14 +513,14 @@ _TO_DO = {
     "name the files of that configuration in data.path": "dataset.name dataset.subset",
     "remove those records from the data beforehand": "dataset.filter_fn",
     "write it as a Jinja file; set data.chat_template": "tokenizer.prompt_template",
-    rules.FLOAT8: "enable_fp8_training fp8_recipe_name",
+    rules.FLOAT8_ADVICE: "enable_fp8_training fp8_recipe_name",
     rules.NO_NEW_TOKENS: "resize_token_embeddings",
 }
 _MEDIA_BUILDER = preferences.matches_pattern(r"vision|multimodal|\.clip\.|\.flux\.")
 _OTHER_TRAINING = preferences.unless_preferences(
     preferences.matches_pattern("rlhf|KTO|ORPO|PPO|GRPO")
 )
-_PAIRS_ALONE = preferences.unless_preferences(
+_PREFERENCES_WITHOUT_LOSS = preferences.unless_preferences(
     preferences.matches_pattern("preference|hh_rlhf|stack_exchange_paired|rlhf")
 )
 _TEACHER = "teacher_model._component_ kd_loss._component_ kd_ratio"
@@ -531,18 +533,20 @@ TORCHTUNE = Tool(
     _read_objective,
     (
         Refusal(_TEACHER, preferences.always, *preferences.DISTILLATION),
-        preferences.refuse_loss("loss._component_"),
-        Refusal("policy_model._component_", preferences.always, *preferences.REWARDS),
-        Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARDS),
-        Refusal("dataset._component_", _PAIRS_ALONE, *preferences.NO_LOSS),
+        preferences.preference_loss_refusal("loss._component_"),
+        Refusal("policy_model._component_", preferences.always, *preferences.REWARD_TRAINING),
+        Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARD_TRAINING),
+        Refusal("dataset._component_", _PREFERENCES_WITHOUT_LOSS, *preferences.UNNAMED_LOSS),
         Refusal(
             "loss._component_", preferences.matches_pattern("KL|KD"), *preferences.DISTILLATION
         ),
-        Refusal("dataset._component_", _MEDIA_DATA, *preferences.IMAGES),
-        Refusal("model._component_", _MEDIA_BUILDER, *preferences.IMAGES),
+        Refusal("dataset._component_", _MEDIA_DATA, *preferences.MEDIA_TRAINING),
+        Refusal("model._component_", _MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
         Refusal(
-            "model._component_", preferences.matches_pattern("classifier"), *preferences.REWARDS
+            "model._component_",
+            preferences.matches_pattern("classifier"),
+            *preferences.REWARD_TRAINING,
         ),
-        Refusal("tokenizer._component_", _MEDIA_BUILDER, *preferences.IMAGES),
+        Refusal("tokenizer._component_", _MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
     ),
 )

@@ -1,13 +1,13 @@
 """Find which characters of a rendered chat the assistant wrote.
 
-    {% generation %} blocks of the template -> beginnings -> calls -> probes: the first that fits
+    {% generation %} blocks of the template -> beginnings -> calls -> sentinels: the first that fits
 
 *Blocks* are marked by the template itself. *Beginnings*: answer i is the text between
 render(messages[:i], with the generation prompt) and render(messages[:i + 1]), if both are prefixes
 of the whole text: it is what the model must write after the prompt that it gets at inference.
 Templates that render a turn differently once others follow (they drop earlier reasoning, or append
 an end to the whole chat) break this. *Calls*: an answer that calls tools lies between the contents
-of its neighbors, and ends as it does when it ends the chat. *Probes*: the whole chat is rendered
+of its neighbors, and ends as it does when it ends the chat. *Sentinels*: the whole chat is rendered
 again with another text in place of answer i. What both texts share before and after that place is
 not part of the answer.
 
@@ -23,12 +23,12 @@ from typing import Any, Protocol
 
 from hpc_tune.data.counts import Counters
 
-# -- A chat as its template renders it: whole, only its first messages, or with probes in it.
+# -- A chat as its template renders it: whole, only its first messages, or with sentinels in it.
 
 
-PROBE = "xPr0be7Qx"
-QUESTION = {"role": "user", "content": PROBE}
-RESULT = {"role": "tool", "content": PROBE}
+SENTINEL = "xPr0be7Qx"
+SENTINEL_QUESTION = {"role": "user", "content": SENTINEL}
+SENTINEL_TOOL_RESULT = {"role": "tool", "content": SENTINEL}
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 
@@ -36,30 +36,30 @@ Span = tuple[int, int]
 class Render(Protocol):
     """Renders messages to text, or returns None if the template refuses them."""
 
-    def __call__(self, messages: Messages, generation: bool = False) -> str | None:
-        """Return the text, with the generation prompt at its end if ``generation``."""
+    def __call__(self, messages: Messages, with_generation_prompt: bool = False) -> str | None:
+        """Return the text, with the generation prompt at its end if ``with_generation_prompt``."""
 
 
 @dataclass
 class RenderedChat:
-    """The messages of a chat, and their text ``full``, which is ``render(messages)``.
+    """The messages of a chat, and their text ``full_text``, which is ``render(messages)``.
 
     ``special`` is a pattern that matches special tokens.
     """
 
     render: Render
     messages: Messages
-    full: str
+    full_text: str
     special: re.Pattern[str]
     _beginnings: dict[tuple[int, bool], str | None] = field(default_factory=dict)
 
-    def render_first(self, count: int, generation: bool = False) -> str | None:
+    def render_first(self, count: int, with_generation_prompt: bool = False) -> str | None:
         """Return the (cached) text of the first ``count`` messages; None if it is refused."""
-        if count == len(self.messages) and not generation:
-            return self.full
-        key = (count, generation)
+        if count == len(self.messages) and not with_generation_prompt:
+            return self.full_text
+        key = (count, with_generation_prompt)
         if key not in self._beginnings:
-            self._beginnings[key] = self.render(self.messages[:count], generation)
+            self._beginnings[key] = self.render(self.messages[:count], with_generation_prompt)
         return self._beginnings[key]
 
     def prompt(self, number: int) -> str | None:
@@ -67,28 +67,30 @@ class RenderedChat:
 
         Templates cannot render an empty list.
         """
-        return self.render_first(number, generation=True) if number else None
+        return self.render_first(number, with_generation_prompt=True) if number else None
 
     def prompt_end(self, number: int, text: str) -> int | None:
         """Return the length of message ``number``'s prompt, or None if ``text`` lacks it."""
         prompt = self.prompt(number)
         return len(prompt) if prompt and text.startswith(prompt) else None
 
-    def with_probe(self, number: int) -> list[dict[str, Any]]:
-        """Return the messages with a probe in place of the content of message ``number``."""
-        probe = {**self.messages[number], "content": PROBE}
-        return [*self.messages[:number], probe, *self.messages[number + 1 :]]
+    def messages_with_sentinel(self, number: int) -> list[dict[str, Any]]:
+        """Return the messages with a sentinel in place of the content of message ``number``."""
+        sentinel = {**self.messages[number], "content": SENTINEL}
+        return [*self.messages[:number], sentinel, *self.messages[number + 1 :]]
 
-    def text_after_probe(self, messages: Messages) -> str:
-        """Return what follows the probe in the text of ``messages``; empty without a probe."""
-        return (self.render(messages) or "").partition(PROBE)[2]
+    def text_after_sentinel(self, messages: Messages) -> str:
+        """Return what follows the sentinel in the text of ``messages``; empty without one."""
+        return (self.render(messages) or "").partition(SENTINEL)[2]
 
     def next_content_start(self, number: int) -> int:
-        """Return where the content of the message after ``number`` begins, or ``full`` ends."""
+        """Return where the content after message ``number`` begins, or ``full_text`` ends."""
         if number + 1 == len(self.messages):
-            return len(self.full)
-        before, found, _ = (self.render(self.with_probe(number + 1)) or "").partition(PROBE)
-        return len(os.path.commonprefix([self.full, before])) if found else len(self.full)
+            return len(self.full_text)
+        before, found, _ = (self.render(self.messages_with_sentinel(number + 1)) or "").partition(
+            SENTINEL
+        )
+        return len(os.path.commonprefix([self.full_text, before])) if found else len(self.full_text)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -98,12 +100,11 @@ class RenderedChat:
         """
         others = [n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"]
         if others:
-            plain, prompted = (
-                self.render_first(others[-1]),
-                self.render_first(others[-1], generation=True),
-            )
+            plain = self.render_first(others[-1])
+            prompted = self.render_first(others[-1], with_generation_prompt=True)
         else:
-            plain, prompted = self.render([QUESTION]), self.render([QUESTION], generation=True)
+            plain = self.render([SENTINEL_QUESTION])
+            prompted = self.render([SENTINEL_QUESTION], with_generation_prompt=True)
         plain, prompted = plain or "", prompted or plain or ""
         at = len(os.path.commonprefix([plain, prompted]))
         for token in self.special.finditer(prompted):
@@ -121,7 +122,7 @@ class RenderedChat:
 
 
 ESCAPE = "\U000f0000"
-ESCAPED_IN_JSON = "\\udb80\\udc00"  # ``ESCAPE`` in ASCII JSON, which some templates write
+ESCAPE_IN_ASCII_JSON = "\\udb80\\udc00"  # ``ESCAPE`` in ASCII JSON, which some templates write
 _FIRST = ord(ESCAPE) + 1
 _REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
 
@@ -152,24 +153,34 @@ class SpecialTokenEscapes:
         they are part of an answer's format. Tokens around turns are hidden in every message.
         """
         return [
-            self._hide_in_answer(m) if m["role"] == "assistant" else self.hide(m) for m in messages
+            self._hide_in_answer(m) if m["role"] == "assistant" else self.hide_in_value(m)
+            for m in messages
         ]
 
     def _hide_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
         text = message.get("content")
         self._counters.own_controls += len(self._own.findall(text)) if text else 0
         return {
-            key: self.hide(value, self._but_own if key == "content" else self._but_reasoning)
+            key: self.hide_in_value(
+                value, self._but_own if key == "content" else self._but_reasoning
+            )
             for key, value in message.items()
         }
 
-    def hide(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
+    def hide_in_value(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
         """Return a JSON value with typed special tokens hidden in all of its strings."""
         if isinstance(value, str):
-            return (typed or self._all).sub(self._hide_one, value)
+            return (typed or self._all).sub(self._hide_token, value)
         if isinstance(value, dict):
-            return {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
-        return [self.hide(item, typed) for item in value] if isinstance(value, list) else value
+            return {
+                self.hide_in_value(key, typed): self.hide_in_value(item, typed)
+                for key, item in value.items()
+            }
+        return (
+            [self.hide_in_value(item, typed) for item in value]
+            if isinstance(value, list)
+            else value
+        )
 
     def split(self, text: str) -> Iterator[tuple[str, str | None]]:
         """Yield a text in pieces: (piece, None), or for an escape (escape, what was typed)."""
@@ -179,7 +190,7 @@ class SpecialTokenEscapes:
             elif piece:
                 yield piece, None
 
-    def _hide_one(self, found: re.Match[str]) -> str:
+    def _hide_token(self, found: re.Match[str]) -> str:
         self._counters.control_texts += found[0] != ESCAPE
         return ESCAPE + chr(_FIRST + self._number[found[0]])
 
@@ -211,27 +222,27 @@ def _join_alternatives(node: dict[str, Any]) -> str:
 
 
 MARK = "\ufdd0"  # a Unicode noncharacter
-_BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def mark_generation_blocks(template: Any) -> str | None:
     """Return a template with MARK at both ends of its {% generation %} blocks; None without any."""
-    if not isinstance(template, str) or not _BLOCK.search(template):
+    if not isinstance(template, str) or not _GENERATION_TAG.search(template):
         return None
 
-    def marked(found: re.Match[str]) -> str:
+    def marked_text(found: re.Match[str]) -> str:
         left, end, right = found.groups()
         if end:
             return f"{{%{left} print '{MARK}' %}}{{% endgeneration {right}%}}"
         return f"{{%{left} generation %}}{{% print '{MARK}' {right}%}}"
 
-    return _BLOCK.sub(marked, template)
+    return _GENERATION_TAG.sub(marked_text, template)
 
 
-def find_marked_blocks(marked: str, full: str) -> list[Span] | None:
-    """Return the spans between marks; None if ``marked`` without its marks is not ``full``."""
-    pieces, spans, at = marked.split(MARK), [], 0
-    if "".join(pieces) != full:
+def find_marked_blocks(marked_text: str, full_text: str) -> list[Span] | None:
+    """Return the spans between marks; None if ``marked_text`` is not ``full_text`` but for them."""
+    pieces, spans, at = marked_text.split(MARK), [], 0
+    if "".join(pieces) != full_text:
         return None
     for number, piece in enumerate(pieces):
         if number % 2:
@@ -271,7 +282,9 @@ class AnswerFinder:
         spans = [self._find_by_beginnings(chat, number) for number in answers]
         if None in spans:  # beginnings cannot be trusted in this chat: try the others first
             spans = [
-                self._find_by_calls(chat, number) or self._find_by_probe(chat, number) or known
+                self._find_by_tool_calls(chat, number)
+                or self._find_by_sentinel(chat, number)
+                or known
                 for number, known in zip(answers, spans, strict=True)
             ]
         end = 0
@@ -282,18 +295,18 @@ class AnswerFinder:
                 end = span[1]
         return spans
 
-    def is_ended(self, full: str, span: Span, message: dict[str, Any]) -> bool:
+    def has_end_token(self, full_text: str, span: Span, message: dict[str, Any]) -> bool:
         """Return whether an answer ends with a special token, at which a model stops.
 
         Whitespace after the token, in a block that the template marks, does not matter. A special
         token at the end of the message's own content does not count.
         """
-        answer = full[slice(*span)].rstrip()
+        answer = full_text[slice(*span)].rstrip()
         words = (message.get("content") or "").rpartition("</think>")[2].strip()
         is_own = words.endswith(self._tokens) and answer.endswith(words)
         return answer.endswith(self._tokens) and not is_own
 
-    def extend_to_next_opening(
+    def extend_by_next_turn_token(
         self, chat: RenderedChat, number: int, span: Span
     ) -> tuple[str, Span] | None:
         """Return the text, and an answer's span extended by the special token that follows it.
@@ -303,59 +316,64 @@ class AnswerFinder:
         last message, this token is appended to the text, as it is written when that turn follows.
         None if there is no such token.
         """
-        full, messages = chat.full, chat.messages
-        stop = span[0] + len(full[slice(*span)].rstrip())
+        full_text, messages = chat.full_text, chat.messages
+        stop = span[0] + len(full_text[slice(*span)].rstrip())
         if number + 1 < len(messages):
             is_end = messages[number + 1]["role"] not in ("assistant", "system")
-            found = self._next_special.match(full, stop) if is_end else None
-            return (full, (span[0], found.end())) if found else None
-        if full[stop:].strip():
+            found = self._next_special.match(full_text, stop) if is_end else None
+            return (full_text, (span[0], found.end())) if found else None
+        if full_text[stop:].strip():
             return None  # text that ends the whole chat
-        probed = chat.with_probe(number)
-        alone = chat.text_after_probe(probed)
-        last = alone.rstrip()  # tool calls
-        for follower in [*([RESULT] if messages[number].get("tool_calls") else []), QUESTION]:
-            followed = chat.text_after_probe([*probed, follower])
+        substituted = chat.messages_with_sentinel(number)
+        text_as_last_turn = chat.text_after_sentinel(substituted)
+        last = text_as_last_turn.rstrip()  # tool calls
+        for follower in [
+            *([SENTINEL_TOOL_RESULT] if messages[number].get("tool_calls") else []),
+            SENTINEL_QUESTION,
+        ]:
+            followed = chat.text_after_sentinel([*substituted, follower])
             found = self._next_special.match(followed, len(last))
             if found and followed.startswith(last):
-                full = full.removesuffix(alone[len(last) :]) + found[0]
-                return full, (span[0], len(full))
+                full_text = full_text.removesuffix(text_as_last_turn[len(last) :]) + found[0]
+                return full_text, (span[0], len(full_text))
         return None
 
     # -- By beginnings.
 
     def _find_by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
-        before, after = chat.prompt(number), chat.render_first(number + 1)
-        if before is None or after is None or not chat.full.startswith(after):
+        before, text_after = chat.prompt(number), chat.render_first(number + 1)
+        if before is None or text_after is None or not chat.full_text.startswith(text_after):
             return None
-        if not after.startswith(before) or after == before:
+        if not text_after.startswith(before) or text_after == before:
             return None
-        span = len(before), len(after)
-        if self.is_ended(chat.full, span, chat.messages[number]):
-            return span[0], len(after.rstrip())  # without the whitespace after the end token
+        span = len(before), len(text_after)
+        if self.has_end_token(chat.full_text, span, chat.messages[number]):
+            return span[0], len(text_after.rstrip())  # without the whitespace after the end token
         return span
 
     # -- By tool calls.
 
-    def _find_by_calls(self, chat: RenderedChat, number: int) -> Span | None:
+    def _find_by_tool_calls(self, chat: RenderedChat, number: int) -> Span | None:
         """Return the span of an answer that calls tools.
 
         The answer ends before the next message's content, at the special token whose preceding
         text is most like the answer as the end of the chat: a template may leave out the reasoning
         of earlier answers, but not their calls.
         """
-        full, calls = chat.full, chat.messages[number].get("tool_calls")
+        full_text, calls = chat.full_text, chat.messages[number].get("tool_calls")
         if not calls:
             return None
-        start = chat.prompt_end(number, full) or self._start_after_prompt(chat, number)
+        start = chat.prompt_end(number, full_text) or self._start_after_prompt(chat, number)
         limit = chat.next_content_start(number)
-        alone = (chat.render_first(number + 1) or "").rstrip()
-        if start is None or not alone.endswith(self._tokens):
+        text_as_last_turn = (chat.render_first(number + 1) or "").rstrip()
+        if start is None or not text_as_last_turn.endswith(self._tokens):
             return None
-        end = max((token for token in self._tokens if alone.endswith(token)), key=len)
-        stop = self._find_most_similar_end(full[:limit], start, alone.removesuffix(end), end)
+        end = max((token for token in self._tokens if text_as_last_turn.endswith(token)), key=len)
+        stop = self._find_most_similar_end(
+            full_text[:limit], start, text_as_last_turn.removesuffix(end), end
+        )
         names = [call.get("function", call)["name"] for call in calls]
-        if stop is None or not any(name in full[start:stop] for name in names):
+        if stop is None or not any(name in full_text[start:stop] for name in names):
             return None
         return start, stop
 
@@ -372,72 +390,78 @@ class AnswerFinder:
                 best, most = token.end(), same
         return best
 
-    # -- By a probe.
+    # -- By a sentinel.
 
-    def _find_by_probe(self, chat: RenderedChat, number: int) -> Span | None:
+    def _find_by_sentinel(self, chat: RenderedChat, number: int) -> Span | None:
         # Calls are written after the content, and belong to the answer.
-        probed = chat.with_probe(number)
-        has_calls = probed[number].pop("tool_calls", None) is not None
-        whole = chat.render(probed)
-        if whole is None or whole.count(PROBE) != 1:
+        substituted = chat.messages_with_sentinel(number)
+        has_calls = substituted[number].pop("tool_calls", None) is not None
+        whole = chat.render(substituted)
+        if whole is None or whole.count(SENTINEL) != 1:
             return None
-        before, _, after = whole.partition(PROBE)
+        before, _, text_after = whole.partition(SENTINEL)
         start = (
             chat.prompt_end(number, before)
-            or self._start_after_opening(before, chat.generation_prompt, is_first=number == 0)
+            or self._start_after_opening(
+                before, chat.generation_prompt, is_first_message=number == 0
+            )
             or self._start_after_prompt(chat, number)
             or len(before)
         )
         start = min(start, len(before))
-        if chat.full[:start] != before[:start]:
+        if chat.full_text[:start] != before[:start]:
             return None
         is_last = number + 1 == len(chat.messages)
-        alone = whole if is_last else chat.render(probed[: number + 1])
-        stop = self._end_after_probe(chat, number, after, alone)
+        text_as_last_turn = whole if is_last else chat.render(substituted[: number + 1])
+        stop = self._end_after_sentinel(chat, number, text_after, text_as_last_turn)
         if stop is None or (has_calls and stop > chat.next_content_start(number)):
             return None  # its calls are written elsewhere, with other messages in between
         return (start, stop) if start < stop else None
 
-    def _end_after_probe(
-        self, chat: RenderedChat, number: int, after: str, alone: str | None
+    def _end_after_sentinel(
+        self, chat: RenderedChat, number: int, text_after: str, text_as_last_turn: str | None
     ) -> int | None:
         """Return where an answer ends, with the special tokens that end its turn; None if unsure.
 
-        ``after`` follows its probe in the whole chat; ``alone`` is the chat up to this answer.
+        ``text_after`` follows its sentinel in the whole chat; ``text_as_last_turn`` is the chat up
+        to this answer.
         """
-        full, after_alone = chat.full, (alone or "").partition(PROBE)[2]
-        ends = self._common_length(after, after_alone)
-        if not ends and (alone is None or self._next_special.match(after_alone)):
-            ends = self._shared_end_length(chat, number, after)
-        if full.endswith(after):
-            return len(full) - len(after) + ends
+        full_text, after_alone = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
+        ends = self._common_special_prefix_length(text_after, after_alone)
+        if not ends and (text_as_last_turn is None or self._next_special.match(after_alone)):
+            ends = self._shared_end_length(chat, number, text_after)
+        if full_text.endswith(text_after):
+            return len(full_text) - len(text_after) + ends
         # The turn ends with another token: some templates have a separate one for tool calls.
-        first = self._next_special.match(after)
-        rest = after[first.end() :] if first else after
-        stop = len(full) - len(rest)
-        return stop if full.endswith(rest) and full[:stop].endswith(self._tokens) else None
+        first = self._next_special.match(text_after)
+        rest = text_after[first.end() :] if first else text_after
+        stop = len(full_text) - len(rest)
+        return (
+            stop if full_text.endswith(rest) and full_text[:stop].endswith(self._tokens) else None
+        )
 
-    def _shared_end_length(self, chat: RenderedChat, number: int, after: str) -> int:
-        """Return the length of the token that begins ``after`` if it also ends other roles' turns.
+    def _shared_end_length(self, chat: RenderedChat, number: int, text_after: str) -> int:
+        """Return the length of the token that begins ``text_after`` if it also ends other roles'
+        turns.
 
         Some templates end the final answer with a token of its own. The token after an earlier
         answer may then open the next turn instead: the generation prompt begins with that token, or
         it only stands before turns of one role.
         """
-        first = self._next_special.match(after)
+        first = self._next_special.match(text_after)
         if first is None or chat.generation_prompt.lstrip().startswith(first[1]):
             return 0
         roles = [*(message["role"] for message in chat.messages), None]
         follower = roles[number + 1]
-        probed = [QUESTION, *chat.messages]
+        substituted = [SENTINEL_QUESTION, *chat.messages]
         for other, role in enumerate(roles[:-1]):
             if role != "assistant" and not roles[other + 1] == follower != "assistant":
-                probed = chat.with_probe(other)
+                substituted = chat.messages_with_sentinel(other)
                 break
-        end = self._next_special.match(chat.text_after_probe(probed))
+        end = self._next_special.match(chat.text_after_sentinel(substituted))
         return first.end() if end and end[1] == first[1] else 0
 
-    def _common_length(self, one: str, other: str) -> int:
+    def _common_special_prefix_length(self, one: str, other: str) -> int:
         """Return the length of the special tokens with which both texts begin."""
         end = 0
         while (a := self._next_special.match(one, end)) and other.startswith(a[0], end):
@@ -454,37 +478,43 @@ class AnswerFinder:
         """
         if number == 0:
             return None
-        probed, full, opening = chat.with_probe(number - 1), chat.full, chat.generation_prompt
-        before = probed[:number]
-        texts = [chat.render(probed), chat.render(before), chat.render(before, generation=True)]
-        if any(text is None or text.count(PROBE) != 1 for text in texts):
+        substituted = chat.messages_with_sentinel(number - 1)
+        full_text = chat.full_text
+        opening = chat.generation_prompt
+        before = substituted[:number]
+        texts = [
+            chat.render(substituted),
+            chat.render(before),
+            chat.render(before, with_generation_prompt=True),
+        ]
+        if any(text is None or text.count(SENTINEL) != 1 for text in texts):
             return None
-        rest, plain, prompt = ((text or "").partition(PROBE)[2] for text in texts)
-        if not full.endswith(rest):
+        rest, plain, prompt = ((text or "").partition(SENTINEL)[2] for text in texts)
+        if not full_text.endswith(rest):
             return None
         # The previous turn may end differently here than when it ends the chat.
         least = len(os.path.commonprefix([plain, prompt]))
         least = max(least, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
-        for length in [len(prompt), *self._piece_ends(prompt)]:
+        for length in [len(prompt), *self._token_and_line_ends(prompt)]:
             if (length > least or length == len(prompt)) and rest.startswith(prompt[:length]):
-                start = len(full) - len(rest) + length
-                return start + len(opening) * full.startswith(opening, start)
+                start = len(full_text) - len(rest) + length
+                return start + len(opening) * full_text.startswith(opening, start)
         return None
 
-    def _start_after_opening(self, before: str, opening: str, is_first: bool) -> int | None:
+    def _start_after_opening(self, before: str, opening: str, is_first_message: bool) -> int | None:
         """Return where an answer begins in ``before``, the text up to its content; None if unsure.
 
         It begins after its turn's opening, or after as much of the opening as is there. If the
         answer is the chat's first message, the opening cannot be mistaken for another turn's.
         """
-        for length in self._piece_ends(opening):
+        for length in self._token_and_line_ends(opening):
             at = before.rfind(opening[:length])
-            is_own = is_first and length == len(opening)
+            is_own = is_first_message and length == len(opening)
             if at >= 0 and (is_own or not self.special.search(before, at + length)):
                 return at + length
         return None
 
-    def _piece_ends(self, opening: str) -> list[int]:
+    def _token_and_line_ends(self, opening: str) -> list[int]:
         """Return where special tokens and lines end in ``opening``, the last place first."""
         ends = [found.end() for found in re.finditer(rf"{self.special.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)

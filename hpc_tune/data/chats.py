@@ -13,8 +13,8 @@ from typing import Any, Literal
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from hpc_tune.data.answers import (
-    ESCAPED_IN_JSON,
-    PROBE,
+    ESCAPE_IN_ASCII_JSON,
+    SENTINEL,
     AnswerFinder,
     Render,
     RenderedChat,
@@ -24,22 +24,22 @@ from hpc_tune.data.answers import (
     group_by_answer,
 )
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.fields import serialise_arguments
+from hpc_tune.data.fields import serialize_arguments
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import ChatTemplates, FastTokenizer, tokenizer_name
 from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]
 # The learned spans of an answer; () if the template marks only other text, None if unsure.
-Parts = tuple[Span, ...] | None
+AnswerSpans = tuple[Span, ...] | None
 # What a template may raise if it cannot render the messages.
 TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
-_REASON_CHARS = 120
+_MAX_REASON_CHARS = 120
 # Existing prepared files hold this text as a key of counts; it means special tokens.
-_IN_ASCII = "the chat template writes a typed control token as JSON in ASCII"
+_ASCII_JSON_REASON = "the chat template writes a typed control token as JSON in ASCII"
 _END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}
 # What other data sets call the assistant, in lower case.
@@ -110,7 +110,7 @@ class Renderer:
         others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
-            example, full = self._write(example)
+            example, full_text = self._render_chat(example)
         except TemplateSyntaxError as error:  # the model's own; a file's was parsed before
             where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
             raise DataError(
@@ -119,23 +119,23 @@ class Renderer:
             ) from None
         except TEMPLATE_ERRORS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            reason = f"{kind}{str(error)[:_REASON_CHARS]}"
+            reason = f"{kind}{str(error)[:_MAX_REASON_CHARS]}"
             return f"the chat template refused the messages ({reason}){roles}"
-        if ESCAPED_IN_JSON in full and example != typed:
-            return _IN_ASCII
-        self._count_left_out(example, full)
+        if ESCAPE_IN_ASCII_JSON in full_text and example != typed:
+            return _ASCII_JSON_REASON
+        self._count_left_out(example, full_text)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
-            return RenderedText(full, None, weights=_drop_unit_weights([example.weight]))
-        numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
-        if not numbers:
+            return RenderedText(full_text, None, weights=_drop_weights_if_all_one([example.weight]))
+        answer_numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
+        if not answer_numbers:
             return f"no answer of the assistant{roles}"
-        parts = self._find_learned_parts(example, numbers, full)
+        parts = self._find_learned_parts(example, answer_numbers, full_text)
         if self._loss_on == "all":
-            return self._learn_all_except(example, numbers, parts, full)
+            return self._select_all_except_unlearned(example, answer_numbers, parts, full_text)
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
             if role.strip().lower() in _ASSISTANT_NAMES:
                 self._counters.count_role("other_answers", role)
-        return self._learn_answers(example, numbers, parts, full)
+        return self._select_answers(example, answer_numbers, parts, full_text)
 
     def prompt(self, chat: Chat) -> RenderedText:
         """Return the prompt for the assistant's next answer in a chat, as training renders it.
@@ -159,26 +159,26 @@ class Renderer:
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
         typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
-            chat, text = self._write(chat, generation=True)
+            chat, text = self._render_chat(chat, with_generation_prompt=True)
         except TEMPLATE_ERRORS as error:
             raise DataError(
-                f"the chat template refuses the messages: {first_line(error)[:_REASON_CHARS]}"
+                f"the chat template refuses the messages: {first_line(error)[:_MAX_REASON_CHARS]}"
             ) from None
-        if ESCAPED_IN_JSON in text and chat != typed:
-            raise DataError(_IN_ASCII)
-        if (full := self._make_render(chat)(chat.messages)) is not None:
-            self._count_left_out(chat, full)
+        if ESCAPE_IN_ASCII_JSON in text and chat != typed:
+            raise DataError(_ASCII_JSON_REASON)
+        if (full_text := self._make_render(chat)(chat.messages)) is not None:
+            self._count_left_out(chat, full_text)
         return RenderedText(text, None)
 
-    def _learn_answers(
-        self, example: Chat, numbers: list[int], parts: list[Parts], full: str
+    def _select_answers(
+        self, example: Chat, answer_numbers: list[int], parts: list[AnswerSpans], full_text: str
     ) -> RenderedText | str:
         """Select the answers of a chat as learned text; count those that are not learned."""
         learned: list[Span] = []
         weights: list[float] = []
         num_empty = num_unmarked = 0
-        for number, spans in zip(numbers, parts, strict=True):
-            answer = "".join(full[slice(*span)] for span in spans or ())
+        for number, spans in zip(answer_numbers, parts, strict=True):
+            answer = "".join(full_text[slice(*span)] for span in spans or ())
             if number in example.unlearned:
                 self._counters.marked_answers += 1
                 continue
@@ -189,32 +189,34 @@ class Renderer:
             self._counters.lost_reasoning += _read_reasoning(message) not in answer
             self._counters.written_reasoning += _is_reasoning_written(message, answer)
             names = Counter(_called_tools(message))
-            written = answer if spans else full
+            written = answer if spans else full_text
             lost_calls = any(written.count(name) < names[name] for name in names)
             self._counters.lost_calls += lost_calls
-            if _is_empty(message, answer) and (spans or lost_calls or not names):
+            if _is_empty_answer(message, answer) and (spans or lost_calls or not names):
                 num_empty += 1
             elif spans is None:
                 self._counters.unclear_answers += 1
             else:
                 *others, last = spans
-                if not self._answers.is_ended(full, last, message):
-                    full, last = self._include_end(example, number, full, last)
+                if not self._answers.has_end_token(full_text, last, message):
+                    full_text, last = self._include_end_token(example, number, full_text, last)
                 learned += [*others, last]
                 weights += [example.weights.get(number, example.weight)] * len(spans)
         self._counters.empty_answers += num_empty
         self._counters.unmarked_answers += num_unmarked
         if learned:
-            return RenderedText(full, learned, weights=_drop_unit_weights(weights))
-        if num_empty == len(numbers):
+            return RenderedText(full_text, learned, weights=_drop_weights_if_all_one(weights))
+        if num_empty == len(answer_numbers):
             return "empty answer"
-        if num_empty + len(example.unlearned) == len(numbers):
+        if num_empty + len(example.unlearned) == len(answer_numbers):
             return "no answer that is to be learned"
         if num_unmarked:
             return "the chat template marks no answer in it ({% generation %})"
         return "the chat template does not show where the answer begins"
 
-    def _include_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
+    def _include_end_token(
+        self, chat: Chat, number: int, full_text: str, span: Span
+    ) -> tuple[str, Span]:
         """Return the text, and an answer without an end token extended by the token after it.
 
         The token is appended to the text if the answer is the last message. If the template marks
@@ -223,52 +225,58 @@ class Renderer:
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
         if not is_marked:
-            rendered = self._make_rendered_chat(chat, full)
-            ended = self._answers.extend_to_next_opening(rendered, number, span)
+            rendered = self._make_rendered_chat(chat, full_text)
+            ended = self._answers.extend_by_next_turn_token(rendered, number, span)
         self._counters.unended_answers += ended is None
         self._counters.ended_by_next += ended is not None
-        return ended or (full, span)
+        return ended or (full_text, span)
 
-    def _make_rendered_chat(self, chat: Chat, full: str) -> RenderedChat:
-        return RenderedChat(self._make_render(chat), chat.messages, full, self._answers.special)
+    def _make_rendered_chat(self, chat: Chat, full_text: str) -> RenderedChat:
+        return RenderedChat(
+            self._make_render(chat), chat.messages, full_text, self._answers.special
+        )
 
     def _make_render(self, chat: Chat) -> Render:
-        def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
+        def render(
+            messages: Sequence[dict[str, Any]], with_generation_prompt: bool = False
+        ) -> str | None:
             try:
-                return self._apply_template(messages, generation, chat.tools)
+                return self._apply_template(messages, with_generation_prompt, chat.tools)
             except TEMPLATE_ERRORS:
                 return None
 
         return render
 
-    def _write(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
+    def _render_chat(self, chat: Chat, with_generation_prompt: bool = False) -> tuple[Chat, str]:
         """Return a chat as the template accepts it, with typed special tokens hidden, and its text.
 
         Raises one of TEMPLATE_ERRORS if the template refuses it. Some templates (DeepSeek-V3) want
         the arguments of calls as a JSON string, as OpenAI has them.
         """
         messages = self.escapes.hide_in_messages(chat.messages)
-        chat = replace(chat, messages=messages, tools=self.escapes.hide(chat.tools))
+        chat = replace(chat, messages=messages, tools=self.escapes.hide_in_value(chat.tools))
         try:
-            return chat, self._apply_template(chat.messages, generation, chat.tools)
+            return chat, self._apply_template(chat.messages, with_generation_prompt, chat.tools)
         except TEMPLATE_ERRORS:
-            as_text = replace(chat, messages=serialise_arguments(chat.messages))
-            full = self._make_render(chat)(as_text.messages, generation)
-            if as_text != chat and full is not None:
-                return as_text, full
+            as_text = replace(chat, messages=serialize_arguments(chat.messages))
+            full_text = self._make_render(chat)(as_text.messages, with_generation_prompt)
+            if as_text != chat and full_text is not None:
+                return as_text, full_text
             raise
 
-    def _find_learned_parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
+    def _find_learned_parts(
+        self, chat: Chat, answer_numbers: list[int], full_text: str
+    ) -> list[AnswerSpans]:
         _, template = self._templates.choose(chat.tools is not None)
         blocks = None
         if template is not None:
             blocks = find_marked_blocks(
-                self._apply_template(chat.messages, False, chat.tools, template), full
+                self._apply_template(chat.messages, False, chat.tools, template), full_text
             )
-        if blocks is not None and len(blocks) == len(numbers):
+        if blocks is not None and len(blocks) == len(answer_numbers):
             return [(block,) for block in blocks]
-        rendered = self._make_rendered_chat(chat, full)
-        spans = self._answers.find(rendered, numbers)
+        rendered = self._make_rendered_chat(chat, full_text)
+        spans = self._answers.find(rendered, answer_numbers)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]
         return [None if span is None else (span,) for span in spans]
@@ -286,37 +294,39 @@ class Renderer:
             filled.append(message)
         return filled
 
-    def _count_left_out(self, chat: Chat, full: str) -> None:
+    def _count_left_out(self, chat: Chat, full_text: str) -> None:
         """Count the messages, and the tools, that the template does not write.
 
         A text that is not found verbatim may have been written in another form: the chat is
-        rendered again with a probe in its place, and the probe is searched for.
+        rendered again with a sentinel in its place, which is searched for.
         """
         suspects = {
-            number: f"{PROBE}{number}x"
+            number: f"{SENTINEL}{number}x"
             for number, message in enumerate(chat.messages)
             if message["role"] != "assistant"
             and (text := (message.get("content") or "").strip())
-            and not (message["role"] in self._written_roles and text in full)
+            and not (message["role"] in self._written_roles and text in full_text)
         }
-        probed = [
+        substituted = [
             {**message, "content": suspects[number]} if number in suspects else message
             for number, message in enumerate(chat.messages)
         ]
         names = [_tool_name(tool) for tool in chat.tools or ()]
         try:
-            written = self._apply_template(probed, False, chat.tools).lower() if suspects else ""
-            if names and not (self._shows_tools and all(name in full for name in names)):
+            written = (
+                self._apply_template(substituted, False, chat.tools).lower() if suspects else ""
+            )
+            if names and not (self._shows_tools and all(name in full_text for name in names)):
                 template, _ = self._templates.choose(has_tools=True)
                 self._shows_tools = (
-                    self._apply_template(chat.messages, False, None, template) != full
+                    self._apply_template(chat.messages, False, None, template) != full_text
                 )
                 self._counters.lost_tools += not self._shows_tools
         except TEMPLATE_ERRORS:
             return
-        for number, probe in suspects.items():
+        for number, sentinel in suspects.items():
             role = chat.messages[number]["role"]
-            if probe.lower() in written:
+            if sentinel.lower() in written:
                 self._written_roles.add(role)
             else:
                 self._counters.count_role("left_out", role)
@@ -328,7 +338,7 @@ class Renderer:
         """
         named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
         for roles in _TRIAL_TURNS if self._templates else ():
-            turns = [{"role": role, "content": PROBE} for role in roles]
+            turns = [{"role": role, "content": SENTINEL} for role in roles]
             try:
                 text = self._apply_template(turns, True, None)
             except TEMPLATE_ERRORS:
@@ -337,15 +347,15 @@ class Renderer:
             return named | (around or {*special})
         return {*special}
 
-    def _learn_all_except(
-        self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
+    def _select_all_except_unlearned(
+        self, chat: Chat, answer_numbers: list[int], parts: list[AnswerSpans], full_text: str
     ) -> RenderedText | str:
         """Select all of a chat as learned text, except the answers marked as not learned.
 
         Answers with their own weights are learned with those weights.
         """
         learned, weights, at = [], [], 0
-        for number, spans in zip(numbers, parts, strict=True):
+        for number, spans in zip(answer_numbers, parts, strict=True):
             is_unlearned = number in chat.unlearned
             if not is_unlearned and number not in chat.weights:
                 continue
@@ -360,8 +370,10 @@ class Renderer:
             if not is_unlearned:
                 learned.append(span)
                 weights.append(chat.weights[number])
-        spans_of_all = [*learned, (at, len(full))]
-        return RenderedText(full, spans_of_all, weights=_drop_unit_weights([*weights, chat.weight]))
+        spans_of_all = [*learned, (at, len(full_text))]
+        return RenderedText(
+            full_text, spans_of_all, weights=_drop_weights_if_all_one([*weights, chat.weight])
+        )
 
     def _render_plain(self, example: Completion) -> RenderedText | str:
         prompt = (
@@ -377,14 +389,16 @@ class Renderer:
             return "empty answer"
         marks: dict[str, Any] = {"is_plain": True, "bos": True, "eos": True}
         if self._loss_on == "all":
-            return RenderedText(text, None, weights=_drop_unit_weights([example.weight]), **marks)
-        weights = _drop_unit_weights([example.weight] * len(spans))
+            return RenderedText(
+                text, None, weights=_drop_weights_if_all_one([example.weight]), **marks
+            )
+        weights = _drop_weights_if_all_one([example.weight] * len(spans))
         return RenderedText(text, spans, weights=weights, **marks)
 
     def _apply_template(
         self,
         messages: Sequence[dict[str, Any]],
-        generation: bool,
+        with_generation_prompt: bool,
         tools: list[Any] | None,
         template: str | None = None,
     ) -> str:
@@ -393,13 +407,13 @@ class Renderer:
             messages,
             tools=tools,
             chat_template=template or self._templates.choose(tools is not None)[0],
-            add_generation_prompt=generation,
+            add_generation_prompt=with_generation_prompt,
             tokenize=False,
         )
         return text
 
 
-def find_answer_end(tokenizer: FastTokenizer) -> str | None:
+def find_answer_end_token(tokenizer: FastTokenizer) -> str | None:
     """Return the special token that a chat template writes after an answer; None without one."""
     if not tokenizer.chat_template:
         return None
@@ -418,12 +432,12 @@ def list_special_tokens(tokenizer: FastTokenizer) -> list[str]:
     return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
 
 
-def _drop_unit_weights(weights: Sequence[float]) -> tuple[float, ...]:
+def _drop_weights_if_all_one(weights: Sequence[float]) -> tuple[float, ...]:
     """Return weights for ``RenderedText``: empty if all are 1."""
     return () if all(weight == 1 for weight in weights) else tuple(weights)
 
 
-def _is_empty(message: dict[str, Any], learned: str) -> bool:
+def _is_empty_answer(message: dict[str, Any], learned: str) -> bool:
     """Return whether an answer has no text, and ``learned`` has none of its reasoning or calls."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
     others = [_read_reasoning(message), *_called_tools(message)]

@@ -31,7 +31,7 @@ from hpc_tune.data import raw_files
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.files import (
-    KNOWN_KINDS,
+    KNOWN_KINDS_TEXT,
     FileKind,
     FoundFiles,
     Paths,
@@ -40,7 +40,7 @@ from hpc_tune.data.files import (
     find_files,
     find_kind,
     join_paths,
-    megatron_index,
+    megatron_index_path,
 )
 from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, Row, read_example
 from hpc_tune.data.records import Completion, Tokens
@@ -62,7 +62,7 @@ from hpc_tune.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOATS = (6, 7)  # which of them is which depends on the writer's age
+_FLOAT_CODES = (6, 7)  # which of them is which depends on the writer's age
 _MEGATRON_ADVICE = "copy both files again, or preprocess the data again"
 
 
@@ -79,28 +79,30 @@ class MegatronIndex:
         """Return the number of tokens in each sequence."""
         return self._read("<i4", _HEADER.size, self.num_sequences)
 
-    def pointers(self, start: int, stop: int) -> np.ndarray:
+    def sequence_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of sequences; one past the last of them, the size of the .bin."""
         at = _HEADER.size + 4 * self.num_sequences + 8 * start
         found = self._read("<i8", at, min(stop, self.num_sequences) - start)
         return np.append(found, self.data.stat().st_size) if stop > self.num_sequences else found
 
-    def documents(self, start: int, stop: int) -> np.ndarray:
+    def first_sequences(self, start: int, stop: int) -> np.ndarray:
         """Return documents' first sequences; one past the last document, the sequence count."""
         at = _HEADER.size + 12 * self.num_sequences + 8 * start
         return self._read("<i8", at, stop - start)
 
-    def document_starts(self, start: int, stop: int) -> np.ndarray:
+    def document_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of documents ``start`` to ``stop``, and of the last one's end.
 
         Shape [stop - start + 1].
         """
-        sequences = self.documents(start, stop + 1)
-        pointers = self.pointers(int(sequences[0]), int(sequences[-1]) + 1)
-        return pointers[sequences - sequences[0]]
+        sequences = self.first_sequences(start, stop + 1)
+        sequence_byte_offsets = self.sequence_byte_offsets(
+            int(sequences[0]), int(sequences[-1]) + 1
+        )
+        return sequence_byte_offsets[sequences - sequences[0]]
 
     def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        file = megatron_index(self.data)
+        file = megatron_index_path(self.data)
         found = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
         if len(found) < count:
             raise DataError(f"{file} was cut off while it was read; {_MEGATRON_ADVICE}")
@@ -113,7 +115,7 @@ def open_megatron_index(data: Path) -> MegatronIndex:
     Raises:
         DataError: if the index is cut off, or not as Megatron writes it.
     """
-    file = megatron_index(data)
+    file = megatron_index_path(data)
     with file.open("rb") as opened:
         header = opened.read(_HEADER.size)
         size = os.fstat(opened.fileno()).st_size
@@ -128,7 +130,9 @@ def open_megatron_index(data: Path) -> MegatronIndex:
         )
     _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
     if version != 1 or code not in _DTYPES:
-        kind = "of floating-point numbers" if code in _FLOATS else f"of the unknown code {code}"
+        kind = (
+            "of floating-point numbers" if code in _FLOAT_CODES else f"of the unknown code {code}"
+        )
         found = f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
         raise DataError(f"{file} {found}; {_MEGATRON_ADVICE}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
@@ -154,18 +158,21 @@ def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> lis
     lengths = index.lengths()
     ends = np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
     begins, last = np.append(0, ends[:-1]), int(ends[-1]) if len(ends) else 0
-    sequences = index.documents(0, index.num_documents + 1) if index.num_documents else np.zeros(1)
+    sequences = (
+        index.first_sequences(0, index.num_documents + 1) if index.num_documents else np.zeros(1)
+    )
     if (
         (lengths < 0).any()
-        or (len(ends) and (index.pointers(0, index.num_sequences) != begins).any())
+        or (len(ends) and (index.sequence_byte_offsets(0, index.num_sequences) != begins).any())
         or sequences[0] != 0
         or sequences[-1] != index.num_sequences
         or (np.diff(sequences) < 0).any()
     ):
-        raise DataError(f"{megatron_index(data)} contradicts itself; {_MEGATRON_ADVICE}")
+        raise DataError(f"{megatron_index_path(data)} contradicts itself; {_MEGATRON_ADVICE}")
     if (size := data.stat().st_size) != last:
         raise DataError(
-            f"{data} has {size:,} bytes, but {megatron_index(data).name} describes {last:,}: one "
+            f"{data} has {size:,} bytes, but {megatron_index_path(data).name} describes {last:,}: "
+            "one "
             f"of them is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
         )
     if not last:
@@ -183,7 +190,7 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
         DataError: if one of the files was cut off since they were checked.
     """
     index = open_megatron_index(data)
-    begins, size = index.document_starts(start, stop), index.dtype.itemsize
+    begins, size = index.document_byte_offsets(start, stop), index.dtype.itemsize
     for number, (begin, end) in enumerate(zip(begins, begins[1:], strict=False), start + 1):
         count = int(end - begin) // size
         tokens = np.fromfile(data, index.dtype, count=count, offset=int(begin))
@@ -220,7 +227,7 @@ _SKIPPED_MODULES = {
     "antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "this",
     "tkinter", "turtledemo",
 }  # fmt: skip
-_ROOT = Path(sysconfig.get_path("stdlib"))
+_STDLIB_ROOT = Path(sysconfig.get_path("stdlib"))
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "_vendor"}
 
 
@@ -250,11 +257,13 @@ def _is_heldout(name: str) -> bool:
 
 def _module_files(name: str) -> list[tuple[str, Path]]:
     """Return (dotted module name, source file) of a top-level module, sorted."""
-    if (_ROOT / f"{name}.py").is_file():
-        return [(name, _ROOT / f"{name}.py")]
+    if (_STDLIB_ROOT / f"{name}.py").is_file():
+        return [(name, _STDLIB_ROOT / f"{name}.py")]
     sources = []
-    for path in sorted((_ROOT / name).rglob("*.py")) if (_ROOT / name).is_dir() else []:
-        parts = path.relative_to(_ROOT).with_suffix("").parts
+    for path in (
+        sorted((_STDLIB_ROOT / name).rglob("*.py")) if (_STDLIB_ROOT / name).is_dir() else []
+    ):
+        parts = path.relative_to(_STDLIB_ROOT).with_suffix("").parts
         if not _SKIPPED_FOLDERS.intersection(parts):
             sources.append((".".join(parts).removesuffix(".__init__"), path))
     return sources
@@ -304,7 +313,7 @@ def _docstring_answer(
 
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS_PER_FILE = 1 << 15  # in a very large file, chunks grow instead
-_END_BYTES = 1 << 16
+_HASHED_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -350,10 +359,14 @@ def read_chunk(
         try:
             example = read_example(row, reading, findings)
         except WrongRecord as error:
-            problem = f"{_describe_position(chunk, position)}: {error}" if findings.has_room else ""
+            problem = (
+                f"{_describe_position(chunk, position)}: {error}"
+                if findings.has_room_for_bad_row
+                else ""
+            )
             if reading.bad_rows == "refuse":
                 raise DataError(problem + _advise_on_bad_row(problem, reading, is_first)) from error
-            findings.skip(problem)
+            findings.count_bad_row(problem)
             continue
         is_first = False
         if example is not None:
@@ -398,10 +411,10 @@ def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
     facts = []
     for file in _list_files(paths):
         with file.open("rb") as opened:
-            data = opened.read(_END_BYTES)
+            data = opened.read(_HASHED_END_BYTES)
             size = opened.seek(0, 2)
-            opened.seek(max(size - _END_BYTES, 0))
-            data += opened.read(_END_BYTES)
+            opened.seek(max(size - _HASHED_END_BYTES, 0))
+            data += opened.read(_HASHED_END_BYTES)
         facts.append((str(file), size, hashlib.sha256(data).hexdigest()))
     return tuple(facts)
 
@@ -411,7 +424,9 @@ def _list_files(paths: Paths) -> list[Path]:
     return [
         file
         for found in find_files(paths).files
-        for file in ([found, megatron_index(found)] if find_kind(found) == "megatron" else [found])
+        for file in (
+            [found, megatron_index_path(found)] if find_kind(found) == "megatron" else [found]
+        )
     ]
 
 
@@ -430,17 +445,17 @@ def _builtin_modules(path: str) -> list[str]:
 def _cut_file(file: Path) -> list[Chunk]:
     kind, size = find_kind(file), file.stat().st_size
     if kind is None:
-        raise DataError(f"{file} is of no known kind of data; expected {KNOWN_KINDS}")
+        raise DataError(f"{file} is of no known kind of data; expected {KNOWN_KINDS_TEXT}")
     if kind == "parquet":
         num_groups = raw_files.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
     if kind == "arrow":
-        cuts = raw_files.cut_batches(file, CHUNK_BYTES)
+        cuts = raw_files.cut_arrow_batches(file, CHUNK_BYTES)
         return [Chunk(kind, str(file), *cut) for cut in itertools.pairwise(cuts)]
     if kind == "megatron":
         ranges = cut_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
         return [Chunk(kind, str(file), *cut) for cut in ranges]
-    if kind == "jsonl" and raw_files.is_array(file):
+    if kind == "jsonl" and raw_files.is_json_array(file):
         return [Chunk("array", str(file), 0, size)]
     if kind == "csv" or raw_files.is_compressed(file):
         return [Chunk(kind, str(file), 0, size)]
@@ -455,9 +470,9 @@ def _read_rows(
     file = Path(chunk.path)
     match chunk.kind:
         case "jsonl":
-            return raw_files.read_lines(file, chunk.start, chunk.stop)
+            return raw_files.read_json_lines(file, chunk.start, chunk.stop)
         case "array":
-            return raw_files.read_array(file)
+            return raw_files.read_json_array(file)
         case "parquet":
             return raw_files.read_parquet(file, chunk.start, reading, findings)
         case "arrow":

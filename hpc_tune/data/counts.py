@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
-_MAX_SHOWN = 5
-_MAX_NAMES = 30
+ANSWER_BEYOND_SEQ_LEN = "the answer begins after seq_len"  # why an example is dropped
+_MAX_SHOWN_BAD_ROWS = 5
+_MAX_COLUMN_NAMES = 30
 _MAX_REASONS = 20
 _TEMPLATE_EXAMPLE = "such as data.chat_template=chatml where turns are ChatML's"
 _REMARKS = {
@@ -104,7 +104,7 @@ class Counters:
     other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def drop(self, reason: str) -> None:
+    def count_dropped(self, reason: str) -> None:
         """Count one example that becomes no document."""
         _count(self.dropped, reason, "other reasons")
 
@@ -153,10 +153,10 @@ def round_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _count(counts: dict[str, int], key: str, others: str) -> None:
-    """Count ``key``, or ``others`` if there are too many keys already."""
+def _count(counts: dict[str, int], key: str, overflow_key: str) -> None:
+    """Count ``key``, or ``overflow_key`` if there are too many keys already."""
     if key not in counts and len(counts) >= _MAX_REASONS:
-        key = others
+        key = overflow_key
     counts[key] = counts.get(key, 0) + 1
 
 
@@ -173,28 +173,28 @@ class ReadFindings:
     num_marked: int = 0
 
     @property
-    def has_room(self) -> bool:
+    def has_room_for_bad_row(self) -> bool:
         """Whether the next bad row's reason would be kept; finding its line takes time."""
-        return len(self.first_bad) < _MAX_SHOWN
+        return len(self.first_bad) < _MAX_SHOWN_BAD_ROWS
 
-    def skip(self, why: str) -> None:
+    def count_bad_row(self, why: str) -> None:
         """Count a bad row."""
         self.num_bad += 1
-        if self.has_room:
+        if self.has_room_for_bad_row:
             self.first_bad.append(why)
 
     def note_columns(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Add names of columns that were read, or were not."""
         self.used += [name for name in used if name not in self.used]
         fresh = [name for name in unread if name not in self.unread]
-        self.unread += fresh[: max(_MAX_NAMES - len(self.unread), 0)]
+        self.unread += fresh[: max(_MAX_COLUMN_NAMES - len(self.unread), 0)]
 
     def add(self, other: "ReadFindings") -> None:
         """Add the findings of a later chunk."""
         self.num_bad += other.num_bad
         self.num_elsewhere += other.num_elsewhere
         self.num_marked += other.num_marked
-        self.first_bad = [*self.first_bad, *other.first_bad][:_MAX_SHOWN]
+        self.first_bad = [*self.first_bad, *other.first_bad][:_MAX_SHOWN_BAD_ROWS]
         self.read_as |= other.read_as
         self.note_columns(other.used, other.unread)
 
@@ -205,7 +205,7 @@ class ReadFindings:
             names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
             lines.append(f"columns read under another name: {names} (data.columns can change that)")
         if unread := [name for name in self.unread if name not in self.read_as]:
-            more = ", ..." if len(unread) >= _MAX_NAMES else ""
+            more = ", ..." if len(unread) >= _MAX_COLUMN_NAMES else ""
             names = ", ".join(name or '""' for name in sorted(unread))
             lines.append(f"columns not read: {names}{more}")
         if self.num_marked:

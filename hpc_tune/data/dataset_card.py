@@ -24,7 +24,7 @@ from hpc_tune.safe_yaml import load_yaml
 # -- Patterns with ``**`` that search each folder once, even if links lead back to it.
 
 
-_ANY = "**"
+_ANY_FOLDERS = "**"
 
 
 def glob_files(pattern: str) -> list[str]:
@@ -36,12 +36,12 @@ def glob_files(pattern: str) -> list[str]:
         DataError: if a folder cannot be read: its files would otherwise be left out silently.
     """
     parts = Path(pattern).parts
-    if _ANY not in parts:
+    if _ANY_FOLDERS not in parts:
         for at, part in enumerate(parts):
             for base in glob.glob(str(Path(*parts[:at]))) if glob.has_magic(part) else ():
                 _list_entries(base)
         return sorted(glob.glob(pattern))
-    at = parts.index(_ANY)
+    at = parts.index(_ANY_FOLDERS)
     found = set()
     for base in glob_files(str(Path(*parts[:at]))):
         for folder in _walk_folders(Path(base), set()):
@@ -76,7 +76,7 @@ def _list_entries(folder: str | Path) -> list[os.DirEntry[str]] | None:
 # -- Which files a card names.
 
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 FindHeldOut = Callable[[Sequence[Path]], list[Path]]
 _MAX_NAMES = 5
 
@@ -93,7 +93,7 @@ class Configuration:
     splits: dict[str, list[Path]]
     patterns: dict[str, list[Any]]
 
-    def path_of(self, folder: Path, split: str) -> str:
+    def data_path_setting(self, folder: Path, split: str) -> str:
         """Return the data.path that reads a whole split and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
@@ -103,23 +103,27 @@ class Configuration:
         return names[0] if len(names) == 1 else f"'[{', '.join(names)}]'"
 
 
-def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[Path, str]] | None:
+def choose_train_files(
+    folder: Path, find_held_out: FindHeldOut
+) -> tuple[list[Path], dict[Path, str]] | None:
     """Return the files to train on according to the folder's card, and why each other file that
     the card names is not among them; None if no card names any, or its files are not here.
 
-    ``held_out`` finds splits by file names if the card names only a folder.
+    ``find_held_out`` finds splits by file names if the card names only a folder.
 
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
     """
-    configs = [c for c in _find_configurations(folder, held_out) if any(c.splits.values())]
+    configs = [c for c in _find_configurations(folder, find_held_out) if any(c.splits.values())]
     if not configs:
         return None
     default = [c for c in configs if c.is_default] or configs
     if len(default) > 1:
         raise DataError(
             f"{folder} holds several configurations, as its card says; name the files of one: "
-            + _list_choices([(c.name, c.path_of(folder, _choose_split(c.splits))) for c in default])
+            + _list_choices(
+                [(c.name, c.data_path_setting(folder, _choose_split(c.splits))) for c in default]
+            )
         )
     (chosen,) = default
     splits = {name: files for name, files in chosen.splits.items() if files}
@@ -127,7 +131,7 @@ def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[P
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train in its card; name the files of one: "
-            + _list_choices([(split, chosen.path_of(folder, split)) for split in splits])
+            + _list_choices([(split, chosen.data_path_setting(folder, split)) for split in splits])
         )
     left_out: dict[Path, str] = {}
     for config in configs:
@@ -150,8 +154,8 @@ def _choose_split(splits: dict[str, list[Path]]) -> str:
     return "train" if "train" in filled else filled[0]
 
 
-def _find_configurations(folder: Path, held_out: FindHeldOut) -> Iterator[Configuration]:
-    configs = _read_header(folder / CARD).get("configs")
+def _find_configurations(folder: Path, find_held_out: FindHeldOut) -> Iterator[Configuration]:
+    configs = _read_header(folder / CARD_FILE).get("configs")
     for config in configs if isinstance(configs, list) else []:
         patterns: dict[str, list[Any]] = {}
         if isinstance(config, dict) and config.get("data_files"):
@@ -163,7 +167,7 @@ def _find_configurations(folder: Path, held_out: FindHeldOut) -> Iterator[Config
             for split, paths in patterns.items()
         }
         if patterns and not config.get("data_files"):
-            others = held_out(splits["train"])
+            others = find_held_out(splits["train"])
             splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
         if patterns:
             name = str(config.get("config_name") or "default")

@@ -18,12 +18,12 @@ import numpy as np
 from hpc_tune.config.data import Form
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, RenderedText, Renderer
-from hpc_tune.data.counts import ANSWER_BEYOND, Counters
-from hpc_tune.data.hdf5_format import Side
+from hpc_tune.data.counts import ANSWER_BEYOND_SEQ_LEN, Counters
+from hpc_tune.data.hdf5_format import TokensAndMask
 from hpc_tune.data.preferences import (
-    LabelledAnswers,
+    LabeledAnswers,
     PreferencePair,
-    find_answer_start,
+    find_first_learned,
     swap_answer,
 )
 from hpc_tune.data.reading import Row
@@ -43,7 +43,9 @@ from hpc_tune.errors import DataError
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-UNSURE_CHARS = 4096  # this close to the end of a cut text, tokens may differ from the whole text's
+CUT_MARGIN_CHARS = (
+    4096  # this close to the end of a cut text, tokens may differ from the whole text's
+)
 
 
 class Encoder:
@@ -81,7 +83,7 @@ class Encoder:
             if isinstance(rendered, Tokens):
                 yield from self._tokenize(held)
                 held, num_chars = [], 0
-                yield from self._encode_numbers(rendered)
+                yield from self._encode_token_ids(rendered)
                 continue
             held.append(rendered)
             num_chars += len(rendered.text)
@@ -108,15 +110,17 @@ class Encoder:
         (tokens, _) = self.tokenize([rendered])[0]
         return [int(token) for token in tokens]
 
-    def tokenize(self, rendered: list[RenderedText]) -> list[Side]:
+    def tokenize(self, rendered: list[RenderedText]) -> list[TokensAndMask]:
         """Return tokens and loss mask of each whole text. All texts are chats, or none is."""
-        encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
+        encodings = self._encode_batch(
+            [i.text for i in rendered], self._special_tokens_are_text(rendered[0])
+        )
         return [
             self._add_mask(item, *self._tokenize_chat(item, encoding))
             for item, encoding in zip(rendered, encodings, strict=True)
         ]
 
-    def _encode_numbers(self, example: Tokens) -> Iterator[Block]:
+    def _encode_token_ids(self, example: Tokens) -> Iterator[Block]:
         for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
@@ -145,7 +149,7 @@ class Encoder:
             else:
                 rendered = self._renderer.render(example)
             if isinstance(rendered, str):
-                self.counters.drop(rendered)
+                self.counters.count_dropped(rendered)
             else:
                 yield rendered
 
@@ -154,7 +158,9 @@ class Encoder:
         short: list[RenderedText] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
-                if short and self._as_text(short[0]) != self._as_text(item):
+                if short and self._special_tokens_are_text(
+                    short[0]
+                ) != self._special_tokens_are_text(item):
                     yield from self._encode_short_texts(short)
                     short = []
                 short.append(item)
@@ -164,7 +170,7 @@ class Encoder:
             yield from self._make_block(self._split_plain_text(item, self._encode_long_text(item)))
         yield from self._encode_short_texts(short)
 
-    def _as_text(self, item: RenderedText) -> bool:
+    def _special_tokens_are_text(self, item: RenderedText) -> bool:
         """Whether special tokens in a text are tokenized as text; a template's never are."""
         return item.is_plain and self._are_special_text
 
@@ -177,7 +183,7 @@ class Encoder:
     def _encode_long_text(self, item: RenderedText) -> np.ndarray:
         parts, texts = [], _cut_text(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
-            for encoding in self._encode_batch(batch, self._as_text(item)):
+            for encoding in self._encode_batch(batch, self._special_tokens_are_text(item)):
                 parts.append(np.array(encoding.ids, dtype=self._dtype))
         ids = np.concatenate(parts)
         bos, eos = self._missing_bos_eos(item, ids)
@@ -187,7 +193,7 @@ class Encoder:
         if not rendered:
             return
         heads = [self._cut_long_chat(item) for item in rendered]
-        documents: list[Side] = []
+        documents: list[TokensAndMask] = []
         for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
             # If the rest was not tokenized, its length is estimated from the characters per token.
             whole = len(tokens) * len(item.text) // max(len(head.text), 1)
@@ -206,9 +212,9 @@ class Encoder:
         size = BATCH_CHARS
         while not item.split and len(item.text) > size:
             head = replace(item, text=item.text[:size])
-            (encoding,) = self._encode_batch([head.text], self._as_text(head))
+            (encoding,) = self._encode_batch([head.text], self._special_tokens_are_text(head))
             ids, offsets = self._tokenize_chat(head, encoding)
-            if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - UNSURE_CHARS:
+            if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - CUT_MARGIN_CHARS:
                 return head
             size *= 2
         return item
@@ -233,20 +239,20 @@ class Encoder:
             at += len(piece)
         return ids, offsets
 
-    def _tokenize_as_text(self, token: str, is_inside: bool) -> list[int]:
+    def _tokenize_as_text(self, token: str, follows_text: bool) -> list[int]:
         self._backend.encode_special_tokens = True
-        ids, _ = self._encode_piece(token, is_inside)
+        ids, _ = self._encode_piece(token, follows_text)
         if not {*ids}.isdisjoint(self._special_ids):  # plain text can merge into one, too
             ids = [n for char in token for n in self._encode_piece(char, True)[0]]
         self._backend.encode_special_tokens = False
         return ids
 
-    def _encode_piece(self, text: str, is_inside: bool) -> tuple[list[int], list[Span]]:
-        """Encode a piece of a text; if ``is_inside``, as if it followed a newline.
+    def _encode_piece(self, text: str, follows_text: bool) -> tuple[list[int], list[Span]]:
+        """Encode a piece of a text; if ``follows_text``, as if it followed a newline.
 
         Tokenizers like Llama 2's add a space at the beginning of a text.
         """
-        if is_inside:
+        if follows_text:
             after = self._backend.encode(f"\n{text}", add_special_tokens=False)
             if after.ids[: len(self._line_end)] == self._line_end:
                 kept = slice(len(self._line_end), None)
@@ -265,7 +271,7 @@ class Encoder:
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
 
-    def _add_mask(self, item: RenderedText, ids: list[int], offsets: list[Span]) -> Side:
+    def _add_mask(self, item: RenderedText, ids: list[int], offsets: list[Span]) -> TokensAndMask:
         bos, eos = self._missing_bos_eos(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
         mask = _full_mask(item, len(whole))
@@ -283,7 +289,7 @@ class Encoder:
         mask[:1] = 0
         return whole, mask
 
-    def _split_plain_text(self, item: RenderedText, tokens: np.ndarray) -> list[Side]:
+    def _split_plain_text(self, item: RenderedText, tokens: np.ndarray) -> list[TokensAndMask]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
@@ -292,7 +298,7 @@ class Encoder:
         if len(pieces[-1]) < 2:
             pieces.pop()
             if not pieces:
-                self.counters.drop("empty text")
+                self.counters.count_dropped("empty text")
         masks = [_full_mask(item, len(piece)) for piece in pieces]
         for mask in masks:
             mask[0] = 0
@@ -300,22 +306,22 @@ class Encoder:
 
     def _cut_at_seq_len(
         self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole: int
-    ) -> list[Side]:
+    ) -> list[TokensAndMask]:
         """Cut an example of ``whole`` tokens to fit; drop it if no learned token is left."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
-            self.counters.drop("empty answer")
+            self.counters.count_dropped("empty answer")
             return []
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
-                self.counters.drop(ANSWER_BEYOND)
+                self.counters.count_dropped(ANSWER_BEYOND_SEQ_LEN)
                 self.counters.note_cut(whole, 0)
                 return []
             self.counters.truncated += 1
             self.counters.note_cut(whole, self._seq_len)
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
-    def _make_block(self, documents: list[Side]) -> Iterator[Block]:
+    def _make_block(self, documents: list[TokensAndMask]) -> Iterator[Block]:
         if not documents:
             return
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
@@ -353,7 +359,7 @@ def _cut_text(text: str) -> Iterator[str]:
 # -- Pairs and labelled answers -> documents of two sides each.
 #
 #     PreferencePair   chosen and rejected answer -> both sides -> one document
-#     LabelledAnswers  an answer, and another row's after the same prompt -> both -> one document
+#     LabeledAnswers  an answer, and another row's after the same prompt -> both -> one document
 #
 # Both sides have the same tokens up to the first learned one: otherwise the sums of their
 # log-probabilities would belong to different prompts. If both sides of a pair together are longer
@@ -361,9 +367,9 @@ def _cut_text(text: str) -> Iterator[str]:
 # The sides of a labelled answer are never in one row, and each is cut by itself.
 
 
-_SAME = "the two answers are the same to the model"
+_SAME_ANSWERS = "the two answers are the same to the model"
 _OTHER_PROMPT = "the prompt has other tokens before one answer than before the other"
-_TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
+_ANSWERS_TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
 
 
 @dataclass(frozen=True)
@@ -403,7 +409,7 @@ class PreferenceEncoder:
         """
         held: list[_RenderedSides] = []
         num_chars = 0
-        for row, following in _pair_with_next(rows):
+        for row, following in _pair_with_next_prompt(rows):
             for item in self._render_row(row, following):
                 held.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
@@ -420,9 +426,9 @@ class PreferenceEncoder:
             if chosen and (rejected := self._render(row.rejected)):
                 yield _RenderedSides((chosen, rejected))
             return
-        assert isinstance(row, LabelledAnswers), "rows of preferences are pairs or labelled answers"
+        assert isinstance(row, LabeledAnswers), "rows of preferences are pairs or labelled answers"
         self.counters.unpaired += len(row.answers) > 1
-        others = following.answers if isinstance(following, LabelledAnswers) else ()
+        others = following.answers if isinstance(following, LabeledAnswers) else ()
         for number, (answer, label) in enumerate(zip(row.answers, row.labels, strict=True)):
             self.counters.examples += 1
             if (own := self._render(answer)) is None:
@@ -440,7 +446,7 @@ class PreferenceEncoder:
         self.counters.marked_answers = 0  # earlier turns are never learned: nothing to report
         if not isinstance(rendered, str):
             return rendered
-        self.counters.drop(rendered)
+        self.counters.count_dropped(rendered)
         return None
 
     def _make_blocks(self, items: list[_RenderedSides]) -> Iterator[Block]:
@@ -450,7 +456,7 @@ class PreferenceEncoder:
         documents, made_of = [], []
         for item in items:
             own = [next(sides) for _ in item.sides]
-            made = self._fit_pair(own) if item.label is None else self._fit_labelled(own)
+            made = self._fit_pair(own) if item.label is None else self._fit_labeled_answer(own)
             if made:
                 documents.append(made)
                 made_of.append(item.label)
@@ -472,26 +478,26 @@ class PreferenceEncoder:
             labels,
         )
 
-    def _fit_pair(self, sides: list[Side]) -> list[Side]:
+    def _fit_pair(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:
         """Return the sides of a pair, cut to fit; count it and return none if they do not fit."""
         why = _why_unfit(sides)
         fitting = None if why else self._fit_sides(sides)
         if fitting is None:
-            self._drop(sides, why)
+            self._count_dropped(sides, why)
             return []
         self._note_cut(sides, fitting)
         return fitting
 
-    def _fit_labelled(self, sides: list[Side]) -> list[Side]:
+    def _fit_labeled_answer(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:
         """Return the sides of a labelled answer, cut to fit; only its own if the other does not."""
         own, other = sides[:1], sides[1:]
         why = _why_unfit(own)
         fitting = None if why else self._fit_sides(own)
         if fitting is None:
-            self._drop(own, why)
+            self._count_dropped(own, why)
             return []
         self._note_cut(own, fitting)
-        is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME)
+        is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME_ANSWERS)
         fitting_other = self._fit_sides(other) if is_comparable else None
         if fitting_other is None:
             self.counters.unmatched += 1
@@ -499,18 +505,18 @@ class PreferenceEncoder:
         self.counters.cut_others += _is_cut(fitting_other, other)
         return fitting + fitting_other
 
-    def _drop(self, sides: list[Side], why: str | None) -> None:
+    def _count_dropped(self, sides: list[TokensAndMask], why: str | None) -> None:
         """Count sides that cannot be used; without ``why``, because they do not fit."""
-        self.counters.drop(why or _TOO_LONG)
+        self.counters.count_dropped(why or _ANSWERS_TOO_LONG)
         if why is None:
             self.counters.note_cut(_num_tokens(sides), 0)
 
-    def _note_cut(self, sides: list[Side], fitting: list[Side]) -> None:
+    def _note_cut(self, sides: list[TokensAndMask], fitting: list[TokensAndMask]) -> None:
         if _is_cut(fitting, sides):
             self.counters.cut_prompts += 1
             self.counters.note_cut(_num_tokens(sides), _num_tokens(fitting))
 
-    def _fit_sides(self, sides: list[Side]) -> list[Side] | None:
+    def _fit_sides(self, sides: list[TokensAndMask]) -> list[TokensAndMask] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
 
         A leading BOS is kept. Return None if no other token of the prompt would be left.
@@ -539,15 +545,15 @@ def make_encoder(
     return PreferenceEncoder(tokenizer, seq_len, loss_on)
 
 
-def _is_cut(fitting: list[Side], sides: list[Side]) -> bool:
+def _is_cut(fitting: list[TokensAndMask], sides: list[TokensAndMask]) -> bool:
     return len(fitting[0][0]) < len(sides[0][0])
 
 
-def _num_tokens(sides: list[Side]) -> int:
+def _num_tokens(sides: list[TokensAndMask]) -> int:
     return sum(len(tokens) for tokens, _ in sides)
 
 
-def _why_unfit(sides: list[Side]) -> str | None:
+def _why_unfit(sides: list[TokensAndMask]) -> str | None:
     """Return why sides cannot be compared; None if they can."""
     if not all(mask.any() for _, mask in sides):
         return "empty answer"
@@ -557,11 +563,11 @@ def _why_unfit(sides: list[Side]) -> str | None:
         if int(np.argmax(other_mask)) != prompt or (other[:prompt] != tokens[:prompt]).any():
             return _OTHER_PROMPT
         if np.array_equal(tokens, other):
-            return _SAME
+            return _SAME_ANSWERS
     return None
 
 
-def _pair_with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
+def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
     """Yield each row with the next row that has another prompt, the last ones with the first row;
     with None if there is no other prompt.
 
@@ -580,9 +586,9 @@ def _pair_with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
 
 def _prompt_key(row: Row) -> Any:
     """Return a key that rows with the same prompt share; for pairs, which need none, the row."""
-    if not isinstance(row, LabelledAnswers):
+    if not isinstance(row, LabeledAnswers):
         return row
     answer = row.answers[0]
     if isinstance(answer, Completion):
         return answer.prompt, answer.system, answer.history
-    return answer.messages[: find_answer_start(answer)], answer.tools
+    return answer.messages[: find_first_learned(answer)], answer.tools

@@ -28,12 +28,12 @@ def require_object(record: Any) -> None:
         raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
 
 
-def parse_json_text(value: Any, where: str, blank: Any) -> Any:
-    """Parse a text as JSON, with ``blank`` for blank text; return other values unchanged."""
+def parse_json_text(value: Any, where: str, blank_value: Any) -> Any:
+    """Parse a text as JSON, with ``blank_value`` for blank text; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else blank
+        return json.loads(value) if value.strip() else blank_value
     except (ValueError, RecursionError) as error:
         raise WrongRecord(
             f"{where} is text that is not JSON ({error}): {format_value(value)}"
@@ -58,7 +58,7 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def list_fields(record: dict[str, Any]) -> str:
+def format_fields(record: dict[str, Any]) -> str:
     """Return the fields of a row, and which of them have no value."""
     if not record:
         return "no fields"
@@ -87,7 +87,7 @@ def read_weight(fields: dict[str, Any], where: str) -> float | None:
         WrongRecord: if a mark is not a valid number, or two of them contradict each other.
     """
     marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
-    weights = {name: _read_number(name, value, where) for name, value in marks.items()}
+    weights = {name: _read_mark_value(name, value, where) for name, value in marks.items()}
     # A mark that only says "learned" leaves the weight to the other marks.
     said = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
     if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
@@ -95,7 +95,7 @@ def read_weight(fields: dict[str, Any], where: str) -> float | None:
     return said.pop() if said else None
 
 
-def _read_number(name: str, value: Any, where: str) -> float:
+def _read_mark_value(name: str, value: Any, where: str) -> float:
     if name not in _WEIGHT_FIELDS:
         if value not in (0, 1):
             raise WrongRecord(
@@ -138,7 +138,7 @@ def refuse_advantages(record: dict[str, Any]) -> None:
 # most templates write it as JSON, a few want a string.
 
 
-_ARGUMENTS = ("arguments", "parameters")  # the latter is Llama 3's name
+_ARGUMENT_KEYS = ("arguments", "parameters")  # the latter is Llama 3's name
 # Keys of a JSON schema where null is a value; elsewhere it fills a key that other tools have.
 _NULLABLE_KEYS = ("default", "const", "example")
 
@@ -159,7 +159,7 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
     return tools or functions or None
 
 
-def read_calls(
+def read_tool_calls(
     message: dict[str, Any], tools: list[Any] | None, where: str
 ) -> list[dict[str, Any]]:
     """Return the tool calls of a message.
@@ -170,10 +170,10 @@ def read_calls(
     given = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
     if not is_unset(given) and not isinstance(given, list):
         raise WrongRecord(f"{where}: tool_calls is {json_type_name(given)}, expected a list")
-    calls = [_read_call(call, where) for call in given or ()]
+    calls = [_read_tool_call(call, where) for call in given or ()]
     older = parse_json_text(message.get("function_call"), f"{where}: function_call", None)
     if not is_unset(older):
-        call = _read_call({"type": "function", "function": older}, where)
+        call = _read_tool_call({"type": "function", "function": older}, where)
         if calls and _unwrap_functions(calls) != _unwrap_functions([call]):
             raise WrongRecord(
                 f"{where}: tool_calls and function_call are both given, and differ; keep one"
@@ -196,17 +196,17 @@ def read_calls(
     return calls
 
 
-def serialise_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def serialize_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the arguments of their calls as JSON strings."""
     return [
-        {**message, "tool_calls": [_serialise_call(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_serialize_call(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in messages
     ]
 
 
-def _serialise_call(call: dict[str, Any]) -> dict[str, Any]:
+def _serialize_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if isinstance(function.get("arguments"), dict):
         text = json.dumps(function["arguments"], ensure_ascii=False)
@@ -223,7 +223,7 @@ def _read_list(record: dict[str, Any], field: str) -> list[Any]:
 
 def _read_tool(tool: Any) -> Any:
     try:
-        return _without_nulls(parse_json_text(tool, "a tool", {}))
+        return _drop_null_keys(parse_json_text(tool, "a tool", {}))
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
 
@@ -232,28 +232,28 @@ def _unwrap_functions(entries: list[Any]) -> list[Any]:
     return [(e.get("function") or e) if isinstance(e, dict) else e for e in entries]
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_null_keys(value: Any) -> Any:
     """Drop the keys of a schema that are null because other tools of the file have them."""
     if isinstance(value, dict):
         return {
-            key: item if key in _NULLABLE_KEYS else _without_nulls(item)
+            key: item if key in _NULLABLE_KEYS else _drop_null_keys(item)
             for key, item in value.items()
             if item is not None or key in _NULLABLE_KEYS
         }
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return [_drop_null_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_call(given: Any, where: str) -> dict[str, Any]:
+def _read_tool_call(given: Any, where: str) -> dict[str, Any]:
     """Return a tool call as new objects, with its arguments as an object."""
     entries = given.items() if isinstance(given, dict) else ()
-    call = {k: v for k, v in entries if k in _ARGUMENTS or not is_unset(v)}
+    call = {k: v for k, v in entries if k in _ARGUMENT_KEYS or not is_unset(v)}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise WrongRecord(
             f"{where}: a tool call is {format_value(given)}, expected a name and arguments"
         )
     function = dict(function)
-    for field in _ARGUMENTS:
+    for field in _ARGUMENT_KEYS:
         if field in function:
             arguments = parse_json_text(function.pop(field), f"{where}: {field}", {})
             function["arguments"] = {} if arguments is None else arguments
@@ -304,12 +304,12 @@ def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any
     return row
 
 
-def parse_input(record: dict[str, Any]) -> dict[str, Any]:
+def parse_input_field(record: dict[str, Any]) -> dict[str, Any]:
     """Return a row of OpenAI's form with ``input`` as an object, if it is a JSON string of one."""
     given = record.get("input")
     inner = _parse_json(given) if isinstance(given, str) else None
     return (
-        {**record, "input": inner} if isinstance(inner, dict) and _find_inner_key(inner) else record
+        {**record, "input": inner} if isinstance(inner, dict) and _find_chat_key(inner) else record
     )
 
 
@@ -327,20 +327,20 @@ def _find_chat(value: Any) -> tuple[Any, Any] | None:
     """Return messages and tools of a chat in another form; None for a list, or if it is no chat."""
     if isinstance(value, str):
         value = _parse_json(value)
-        if is_chat(value) or (isinstance(value, dict) and _is_list_per_key(value)):
+        if is_chat(value) or (isinstance(value, dict) and _is_columnar_chat(value)):
             return value, None
         if _is_message(value) and not {"content", "value"}.isdisjoint(value):
             return [value], None
-    if not isinstance(value, dict) or (name := _find_inner_key(value)) is None:
+    if not isinstance(value, dict) or (name := _find_chat_key(value)) is None:
         return None
     return value[name], parse_json_text(value.get("tools"), "tools", [])
 
 
-def _find_inner_key(value: dict[str, Any]) -> str | None:
+def _find_chat_key(value: dict[str, Any]) -> str | None:
     return next((name for name in CHAT_FIELDS if is_chat(value.get(name))), None)
 
 
-def _is_list_per_key(value: dict[str, Any]) -> bool:
+def _is_columnar_chat(value: dict[str, Any]) -> bool:
     """Return whether this is messages as one list per key, as datasets stores a Sequence."""
     roles = value.get("role", value.get("from"))
     return isinstance(roles, list) and bool(roles) and all(role in _KNOWN_ROLES for role in roles)

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc_tune.data.dataset_card import glob_files, train_files
+from hpc_tune.data.dataset_card import choose_train_files, glob_files
 from hpc_tune.errors import DataError
-from hpc_tune.files import why_pointer
+from hpc_tune.files import why_pointer_file
 from hpc_tune.hub_cache import (
     PREFIXES,
-    cache_hint,
     choose_snapshot,
-    is_cache,
-    own_name,
+    identity_path,
+    is_repo_cache,
+    not_in_cache_hint,
     refuse_several_revisions,
 )
 from hpc_tune.units import list_some
@@ -43,18 +43,18 @@ KINDS: dict[str, FileKind] = {
     ".md": "text",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
-KNOWN_KINDS = (
+KNOWN_KINDS_TEXT = (
     f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
     "Megatron with its .idx"
 )
-_MEGATRON, _MEGATRON_INDEX = ".bin", ".idx"
+_MEGATRON, _MEGATRON_INDEX_SUFFIX = ".bin", ".idx"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _SPLIT_NAME = re.compile(
     r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval|held[-_]?out|hold[-_]?out)(?:[-_.]|$)",
     re.I,
 )
 # How the hub names a file: the split, and which of how many.
-_HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+_HUB_FILE_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 # One part of several: train-00000-of-00003.parquet, c4-train.00000-of-01024.json.gz.
 _PART_NAME = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
@@ -64,9 +64,9 @@ _DOCUMENTATION = re.compile(
     re.I,
 )
 # Cached results of Hugging Face datasets' map and filter, written beside the data.
-_CACHED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
+_CACHE_FILE_NAME = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
-_IS_HELD_OUT = "its name is that of a split to hold out; name it in data.eval_path"
+_HELD_OUT_REASON = "its name is that of a split to hold out; name it in data.eval_path"
 _MAX_NAMES = 5
 
 
@@ -102,9 +102,9 @@ def find_kind(file: Path) -> FileKind | None:
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def megatron_index(data: Path) -> Path:
+def megatron_index_path(data: Path) -> Path:
     """Return the index that belongs to a .bin of Megatron."""
-    return data.with_name(data.name.removesuffix(_MEGATRON) + _MEGATRON_INDEX)
+    return data.with_name(data.name.removesuffix(_MEGATRON) + _MEGATRON_INDEX_SUFFIX)
 
 
 def find_files(paths: Paths) -> FoundFiles:
@@ -116,14 +116,14 @@ def find_files(paths: Paths) -> FoundFiles:
     """
     if not as_list(paths):
         raise DataError("data.path is an empty list; name at least one file or folder")
-    sources = [_find_one(path) for path in as_list(paths)]
+    sources = [_find_source_files(path) for path in as_list(paths)]
     files = [file for source in sources for file in source.files]
     refuse_several_revisions(files)
     seen: set[Path] = set()
     for file in files:
-        if why := why_pointer(file):
+        if why := why_pointer_file(file):
             raise DataError(why)
-        if (resolved := own_name(file)) in seen:
+        if (resolved := identity_path(file)) in seen:
             raise DataError(
                 f"{join_paths(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
@@ -135,7 +135,7 @@ def find_files(paths: Paths) -> FoundFiles:
     return FoundFiles(kept, (*left_out, *((file, "empty") for file in empty)))
 
 
-def describe_read(found: FoundFiles) -> str:
+def describe_read_files(found: FoundFiles) -> str:
     """Return which files are read."""
     return f"reads {len(found.files):,} files: {_join_names(found.files)}"
 
@@ -151,16 +151,16 @@ def _join_names(files: Sequence[Path]) -> str:
     return list_some(files, _MAX_NAMES)
 
 
-def _find_one(name: str) -> FoundFiles:
+def _find_source_files(name: str) -> FoundFiles:
     of_megatron = _find_megatron_data(Path(name))
     if of_megatron and not of_megatron.exists():
         raise DataError(
-            f"there is an index {megatron_index(of_megatron)}, but not its data, {of_megatron}"
+            f"there is an index {megatron_index_path(of_megatron)}, but not its data, {of_megatron}"
         )
     path = of_megatron or Path(name)
     if not path.exists() and glob.has_magic(name):
         return _find_by_glob(name, [Path(match) for match in glob_files(name)])
-    if why := why_pointer(path):
+    if why := why_pointer_file(path):
         raise DataError(why)
     if not path.exists():
         raise DataError(f"there is no data at {name}{_advise_instead(name) or _suggest_near(path)}")
@@ -168,7 +168,7 @@ def _find_one(name: str) -> FoundFiles:
         if find_kind(path) is None:
             raise DataError(
                 f"{path}: files of type {''.join(path.suffixes[-2:]) or '(none)'} are not known; "
-                f"expected raw data as {KNOWN_KINDS}, or one prepared .h5 file alone"
+                f"expected raw data as {KNOWN_KINDS_TEXT}, or one prepared .h5 file alone"
             )
         return FoundFiles((path,))
     return _find_in_folder(path)
@@ -179,13 +179,13 @@ def _find_megatron_data(path: Path) -> Path | None:
 
     None if there is no index: other programs have files that end in .bin, too.
     """
-    if path.suffix in (_MEGATRON, _MEGATRON_INDEX):
+    if path.suffix in (_MEGATRON, _MEGATRON_INDEX_SUFFIX):
         data = path.with_suffix(_MEGATRON)
     elif path.exists():
         return None
     else:
         data = Path(f"{path}{_MEGATRON}")
-    return data if megatron_index(data).is_file() else None
+    return data if megatron_index_path(data).is_file() else None
 
 
 def _find_by_glob(name: str, matched: Sequence[Path]) -> FoundFiles:
@@ -197,12 +197,12 @@ def _find_by_glob(name: str, matched: Sequence[Path]) -> FoundFiles:
     kept = [file for file in files if file not in held_out]
     kept += [file for folder in folders for file in folder.files]
     if not kept:
-        raise DataError(f"no file of a known kind matches {name}; expected {KNOWN_KINDS}")
+        raise DataError(f"no file of a known kind matches {name}; expected {KNOWN_KINDS_TEXT}")
     return FoundFiles(
         tuple(kept),
         (
             *left_out,
-            *((file, _IS_HELD_OUT) for file in held_out),
+            *((file, _HELD_OUT_REASON) for file in held_out),
             *(left for folder in folders for left in folder.left_out),
         ),
     )
@@ -219,8 +219,8 @@ def _find_in_folder(folder: Path) -> FoundFiles:
     files, left_out = _split_by_known_kind(_list_files(folder, set()))
     if not files:
         beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
-        raise DataError(f"{folder} is a folder without any {KNOWN_KINDS} file{beside}")
-    by_card = train_files(folder, lambda named: _find_held_out(named, folder))
+        raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{beside}")
+    by_card = choose_train_files(folder, lambda named: _find_held_out(named, folder))
     if by_card is not None and set(by_card[0]) <= set(files):
         kept, others = by_card
         beside = "not named by the dataset's card"
@@ -228,7 +228,7 @@ def _find_in_folder(folder: Path) -> FoundFiles:
     else:
         held_out = _find_held_out(files, folder)
         kept = _require_one_configuration(folder, [file for file in files if file not in held_out])
-        unread = [(file, _IS_HELD_OUT) for file in held_out]
+        unread = [(file, _HELD_OUT_REASON) for file in held_out]
     _require_all_parts(folder, kept)
     _refuse_copies(folder, kept)
     kinds = {str(find_kind(file)): file for file in kept}
@@ -255,11 +255,13 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
     for entry in broken:
         where = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
-        raise DataError(why_pointer(entry) or where)
+        raise DataError(why_pointer_file(entry) or where)
     for entry in inner:
-        if is_cache(entry):
-            raise DataError(_advise_on_cache(folder, [path for path in inner if is_cache(path)]))
-        if table := _table_with_history(folder, entry):
+        if is_repo_cache(entry):
+            raise DataError(
+                _advise_on_cache(folder, [path for path in inner if is_repo_cache(path)])
+            )
+        if table := _versioned_table_kind(folder, entry):
             raise DataError(
                 f"{folder} is {table} table, whose files may still hold deleted rows; write "
                 "its current rows as Parquet into another folder"
@@ -290,7 +292,7 @@ def _advise_on_cache(folder: Path, cached: Sequence[Path]) -> str:
     )
 
 
-def _table_with_history(folder: Path, inner: Path) -> str | None:
+def _versioned_table_kind(folder: Path, inner: Path) -> str | None:
     """Return the kind of table whose history is in ``inner``; None if it is no table's history."""
     if (
         inner.name == "metadata"
@@ -306,7 +308,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
-        if file.suffix == _MEGATRON_INDEX and file.with_suffix(_MEGATRON).is_file():
+        if file.suffix == _MEGATRON_INDEX_SUFFIX and file.with_suffix(_MEGATRON).is_file():
             continue  # it belongs to a .bin
         kind = find_kind(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
@@ -316,7 +318,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
             others.append((file, "its kind of data is not known"))
         elif file.name.startswith(("_", ".")):
             others.append((file, "its name begins with _, as those of bookkeeping files do"))
-        elif _CACHED.fullmatch(file.name):
+        elif _CACHE_FILE_NAME.fullmatch(file.name):
             others.append(
                 (file, "cached by datasets: the result of a map or filter; name it to read it")
             )
@@ -327,7 +329,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
 
 def _find_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
     """Return held-out files such as test-00000-of-00001.parquet, if others are beside them."""
-    on_hub = {file: m["split"] for file in files if (m := _HUB_NAME.match(file.name))}
+    on_hub = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
     if "train" in on_hub.values():
         held_out = [file for file in files if on_hub.get(file, "train") != "train"]
         held_out += [file for file in files if file not in on_hub and _is_held_out(file, folder)]
@@ -350,7 +352,7 @@ def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
     Raises:
         DataError: if there are several to choose from.
     """
-    hub = {(file.parent, m["split"]) for file in files if (m := _HUB_NAME.match(file.name))}
+    hub = {(file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))}
     if len(hub) > 1:
         choices = sorted(f"{parent}/{split}-*" for parent, split in hub)
         raise DataError(
@@ -422,7 +424,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
                 )
             others = [path / Path(split).name for split in splits if split != "train"]
             files = _find_saved_dataset(path / "train").files
-            return FoundFiles(files, tuple((other, _IS_HELD_OUT) for other in others))
+            return FoundFiles(files, tuple((other, _HELD_OUT_REASON) for other in others))
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if state.get("_indices_data_files") or state.get("_indices_files"):
             raise DataError(
@@ -433,7 +435,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
         files = tuple(path / Path(entry["filename"]).name for entry in state["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         for name in (SPLITS_FILE, STATE_FILE):
-            if why := why_pointer(path / name):
+            if why := why_pointer_file(path / name):
                 raise DataError(why) from None
         raise DataError(
             f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "
@@ -451,7 +453,8 @@ def _advise_instead(name: str) -> str:
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
     if is_hub or "://" in name:
         return (
-            f"{cache_hint(name, 'dataset')}; a run downloads nothing, because compute nodes have "
+            f"{not_in_cache_hint(name, 'dataset')}; a run downloads nothing, because compute nodes "
+            "have "
             "no internet. Fetch data on the login node (from the Hugging Face hub: hf download "
             "--repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )

@@ -52,7 +52,7 @@ from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, join_paths
 from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
-from hpc_tune.files import why_pointer
+from hpc_tune.files import why_pointer_file
 
 # -- The seal at the end of a file of prepared data: a checksum of everything but the datasets.
 #
@@ -70,14 +70,14 @@ from hpc_tune.files import why_pointer
 _MAGIC = b"hpctune\n"
 _TRAILER = struct.Struct("<Q8s")
 _MAX_SEAL_BYTES = 1 << 16
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 
-Ranges = Sequence[tuple[int, int]]
+ByteRanges = Sequence[tuple[int, int]]
 
 
 def append_checksum(path: Path) -> None:
     """Append the seal to a file whose structure is final."""
-    datasets = _find_datasets(path)
+    datasets = _find_dataset_ranges(path)
     with path.open("r+b") as file:
         size = file.seek(0, 2)
         content = {"datasets": datasets, "sha256": _hash_outside_datasets(file, datasets, size)}
@@ -86,7 +86,7 @@ def append_checksum(path: Path) -> None:
         file.write(text + _TRAILER.pack(len(text), _MAGIC))
 
 
-def is_intact(file: BinaryIO) -> bool:
+def is_structure_intact(file: BinaryIO) -> bool:
     """Return whether the file ends with a seal, and its structure is as it was sealed."""
     size = file.seek(0, 2)
     if size < _TRAILER.size:
@@ -105,7 +105,7 @@ def is_intact(file: BinaryIO) -> bool:
         return False
 
 
-def _find_datasets(path: Path) -> list[tuple[int, int]]:
+def _find_dataset_ranges(path: Path) -> list[tuple[int, int]]:
     ranges = []
 
     def visit(_: str, item: h5py.Group | h5py.Dataset) -> None:
@@ -117,13 +117,13 @@ def _find_datasets(path: Path) -> list[tuple[int, int]]:
     return sorted(ranges)
 
 
-def _hash_outside_datasets(file: BinaryIO, datasets: Ranges, end: int) -> str:
+def _hash_outside_datasets(file: BinaryIO, datasets: ByteRanges, end: int) -> str:
     """Hash the datasets' ranges, and the bytes before ``end`` that are outside the datasets."""
     hashed = hashlib.sha256(repr([*datasets, end]).encode())
     for start, stop in _ranges_outside_datasets(datasets, end):
         file.seek(start)
         while start < stop:
-            piece = file.read(min(_PIECE, stop - start))
+            piece = file.read(min(_PIECE_BYTES, stop - start))
             if not piece:
                 raise ValueError("the file is shorter than its seal says")
             hashed.update(piece)
@@ -131,7 +131,7 @@ def _hash_outside_datasets(file: BinaryIO, datasets: Ranges, end: int) -> str:
     return hashed.hexdigest()
 
 
-def _ranges_outside_datasets(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
+def _ranges_outside_datasets(datasets: ByteRanges, end: int) -> Iterator[tuple[int, int]]:
     start = 0
     for offset, num_bytes in datasets:
         if not start <= offset <= offset + num_bytes <= end:
@@ -144,7 +144,7 @@ def _ranges_outside_datasets(datasets: Ranges, end: int) -> Iterator[tuple[int, 
 # -- The file of prepared data.
 
 
-Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
+TokensAndMask = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that rewrite earlier turns, 3 took special tokens
 # that users typed into tool calls for real ones.
@@ -311,7 +311,7 @@ class TokenStore:
         """The number of tokens in the file."""
         return len(self.tokens)
 
-    def document(self, document: int) -> Side:
+    def document(self, document: int) -> TokensAndMask:
         """Return a document's tokens and loss mask, both of shape [length].
 
         A mask with weights is fp32, and holds the weight of each token in the loss.
@@ -323,7 +323,7 @@ class TokenStore:
         mask = self.loss_mask if self.loss_weights is None else self.loss_weights
         return self.tokens[start:stop], mask[start:stop]
 
-    def sizes(self, start: int, stop: int) -> np.ndarray:
+    def packed_lengths(self, start: int, stop: int) -> np.ndarray:
         """Return how many tokens of a row each of the documents from ``start`` to ``stop`` takes.
 
         Raises:
@@ -331,7 +331,7 @@ class TokenStore:
         """
         borders = self.borders if self.labels is not None else None
         lengths = np.diff(self.offsets[start : stop + 1])
-        return compute_sizes(lengths, None if borders is None else borders[start:stop])
+        return compute_packed_lengths(lengths, None if borders is None else borders[start:stop])
 
     def longest_side(self) -> int:
         """Return the number of tokens in the longest side, that is the longest text, of the file.
@@ -344,7 +344,7 @@ class TokenStore:
         borders = self.borders[:]
         return int(max(borders.max(), (np.diff(self.offsets[:]) - borders).max()))
 
-    def sides(self, document: int) -> list[Side]:
+    def sides(self, document: int) -> list[TokensAndMask]:
         """Return tokens and loss mask of each side: one, or for preferences two if both are there.
 
         Raises:
@@ -432,18 +432,18 @@ class TokenStore:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
 
 
-def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[Side]:
+def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[TokensAndMask]:
     """Split a document into its sides, the first of ``border`` tokens: two, or one alone."""
     sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
     return sides if border < len(tokens) else sides[:1]
 
 
-def compute_sizes(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
+def compute_packed_lengths(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
     """Return how many tokens of a row documents take: with ``borders``, only their longer side."""
     return lengths if borders is None else np.maximum(borders, lengths - borders)
 
 
-def find_prepared(source: Paths, folders: Iterable[Path]) -> list[Path]:
+def find_prepared_files(source: Paths, folders: Iterable[Path]) -> list[Path]:
     """Return the files in ``folders`` that were prepared from ``source``, oldest first."""
     found = []
     for file in {file for folder in folders for file in folder.glob("*.h5")}:
@@ -456,11 +456,11 @@ def find_prepared(source: Paths, folders: Iterable[Path]) -> list[Path]:
 def _require_format(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
-    if why := why_pointer(path):
+    if why := why_pointer_file(path):
         raise DataError(why)
     with path.open("rb") as file:
         start = file.read(len(HDF5_MAGIC))
-        intact = start == HDF5_MAGIC and is_intact(file)
+        intact = start == HDF5_MAGIC and is_structure_intact(file)
     if start != HDF5_MAGIC:
         raise DataError(
             f"{path} is not an HDF5 file (it starts with {start!r}); data.path takes a file made by"

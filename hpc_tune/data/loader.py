@@ -23,7 +23,7 @@ from hpc_tune.config.data import Form
 from hpc_tune.data.counts import round_length
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.order import ORDER_VERSION, SampleOrder
-from hpc_tune.data.packed_rows import PackedRows, Rows, micro_batches
+from hpc_tune.data.packed_rows import PackedRows, Rows, make_micro_batches
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.world.device import set_thread_device
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # -- Prefetches steps in one background thread, under a byte budget.
 
 
-Build = Callable[[int], tuple[list[Batch], int] | None]
+BuildStep = Callable[[int], tuple[list[Batch], int] | None]
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -48,7 +48,7 @@ class Prefetcher:
     without a thread.
     """
 
-    def __init__(self, build: Build, limit: int, step_bytes: int) -> None:
+    def __init__(self, build: BuildStep, limit: int, step_bytes: int) -> None:
         """Begin at row 0; the thread starts with the first ``take``."""
         self._build, self._limit, self._step_bytes = build, limit, step_bytes
         self._building = threading.Lock()
@@ -95,7 +95,7 @@ class Prefetcher:
             self._generation += 1
             self._changed.notify_all()
 
-    def set_limit(self, limit: int) -> None:
+    def set_limit_bytes(self, limit: int) -> None:
         """Change the budget; the steps farthest ahead are discarded first."""
         with self._changed:
             self._limit = limit
@@ -165,7 +165,7 @@ PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
 # A pair takes 25 bytes more, and has at least 4 tokens. A labelled answer has at least 2 tokens,
 # and the mismatched answers may take as much again.
-BYTES_OF_FORM: dict[Form, int] = {
+BYTES_PER_TOKEN_OF_FORM: dict[Form, int] = {
     "answers": BYTES_PER_TOKEN,
     "pairs": BYTES_PER_TOKEN + 8,
     "labels": 2 * BYTES_PER_TOKEN + 16,
@@ -193,7 +193,7 @@ class Loader:
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
         stream ends, by default after one epoch; ``global_size`` rows go into each step over all
         ranks, fewer into the last one. ``prefetch_bytes``: see ``set_prefetch``; None means
-        ``prefetch_limit``.
+        ``prefetch_limit_bytes``.
         """
         self._global_size, self.stream = global_size, rows
         self._rank, self._size, self._micro_size = rank, size, micro_size
@@ -217,7 +217,7 @@ class Loader:
     @property
     def prefetch_bytes(self) -> int:
         """How many bytes prefetched steps may take, unless ``set_prefetch`` was called."""
-        return prefetch_limit(self._step_bytes())
+        return prefetch_limit_bytes(self._step_bytes())
 
     @property
     def micro_size(self) -> int:
@@ -279,9 +279,9 @@ class Loader:
 
     def set_prefetch(self, num_bytes: int) -> None:
         """Limit the bytes of prefetched steps; 0 disables prefetching."""
-        self._prefetcher.set_limit(num_bytes)
+        self._prefetcher.set_limit_bytes(num_bytes)
 
-    def read_again(self) -> None:
+    def discard_prefetched(self) -> None:
         """Discard prefetched steps, after something that they contain has changed."""
         self._prefetcher.restart(self._rows)
 
@@ -301,7 +301,7 @@ class Loader:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
         rows = -(-self._global_size // self._size)
         # Weights are fp32, one for each token with loss.
-        token_bytes = BYTES_OF_FORM[self.stream.form] + 4 * self.stream.has_weights
+        token_bytes = BYTES_PER_TOKEN_OF_FORM[self.stream.form] + 4 * self.stream.has_weights
         return rows * self.stream.seq_len * token_bytes
 
     def _build_step(self, start: int) -> tuple[list[Batch], int] | None:
@@ -310,8 +310,8 @@ class Loader:
         if start >= stop:
             return None
         own_rows = range(start + self._rank, stop, self._size)
-        most_rows = -(-(stop - start) // self._size)
-        batches = micro_batches(self.stream, own_rows, most_rows, micro_size)
+        max_rows_per_rank = -(-(stop - start) // self._size)
+        batches = make_micro_batches(self.stream, own_rows, max_rows_per_rank, micro_size)
         if self._pins_for is None:
             return batches, stop
         set_thread_device(self._pins_for)
@@ -341,9 +341,9 @@ class HeldOutRows:
         """Return how many batches of ``micro_size`` rows each rank gets."""
         return -(-self._num_rows // (self._size * micro_size))
 
-    def set_reference(self, reference_D2: np.ndarray) -> None:
+    def set_reference_log_probs(self, reference_D2: np.ndarray) -> None:
         """Set the log-probabilities of preferences under the reference, as in ``PackedRows``."""
-        self._packed.set_reference(reference_D2)
+        self._packed.set_reference_log_probs(reference_D2)
 
     def documents_in(self, batch: Batch) -> list[int]:
         """Return the store's numbers of a batch's documents, in their order in the batch.
@@ -361,10 +361,10 @@ class HeldOutRows:
         for start in range(0, self._num_rows, self._size * micro_size):
             stop = min(start + self._size * micro_size, self._num_rows)
             own_rows = range(start + self._rank, stop, self._size)
-            yield from micro_batches(self._packed, own_rows, 1, micro_size)
+            yield from make_micro_batches(self._packed, own_rows, 1, micro_size)
 
 
-def prefetch_limit(step_bytes: int) -> int:
+def prefetch_limit_bytes(step_bytes: int) -> int:
     """Return how many bytes prefetched steps may take: at least one step, however large it is."""
     return max(PREFETCH_BYTES, step_bytes)
 
@@ -389,7 +389,7 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = T
         return
     num_dropped = max(sum(counters.cut_lengths.values()) - num_cut, 0)
     excess = np.maximum(store.length_values - seq_len, 0)
-    longest, most = _length_for(lengths, 1.0), _length_for(lengths, 0.99)
+    longest, most = _length_quantile(lengths, 1.0), _length_quantile(lengths, 0.99)
     advice = (
         f". data.seq_len={longest} holds all of them{f', {most} 99%' if most < longest else ''}; "
         "docs/long-rows.md says what makes such rows fit (parallel.context, parallel.row_pieces, "
@@ -426,7 +426,7 @@ def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
     return Counter({length: num for length, num in beyond.items() if length > seq_len and num > 0})
 
 
-def _length_for(lengths: Counter[int], share: float) -> int:
+def _length_quantile(lengths: Counter[int], share: float) -> int:
     """Return the length that ``share`` of the documents do not exceed."""
     ordered = sorted(lengths)
     ends = np.cumsum([lengths[length] for length in ordered])

@@ -26,9 +26,9 @@ from pydantic import ConfigDict, TypeAdapter
 from hpc_tune.units import format_count
 
 ORDER_VERSION = 1  # to be changed whenever a seed gives another order than before
-_Items = tuple[tuple[int, int], ...]
-_ROUNDS = 6
-_MASK = (1 << 64) - 1
+_LengthsAndCopies = tuple[tuple[int, int], ...]
+_FEISTEL_ROUNDS = 6
+_MASK_64_BITS = (1 << 64) - 1
 
 
 class Indexed(Protocol):
@@ -60,7 +60,7 @@ def source_seed(seed: int, source: str) -> int:
 class RowPattern:
     """``num_rows`` rows that each hold ``copies`` documents of each ``length`` in ``items``."""
 
-    items: _Items
+    items: _LengthsAndCopies
     num_rows: int
 
 
@@ -138,7 +138,7 @@ class PackedSampler:
             if order.packing
             else pack_one_per_row(self._counts)
         )
-        self._firsts = _first_documents(self.patterns)
+        self._firsts = _count_used_before(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
         self.num_rows: int = self._row_stops[-1]
         self._epoch = -1
@@ -189,9 +189,9 @@ class Shuffle:
         self.n = n
         self._a = math.isqrt(max(n - 1, 0)) + 1
         self._b = -(-n // self._a)
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
         self._keys = [
-            int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _ROUNDS, 8)
+            int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _FEISTEL_ROUNDS, 8)
         ]
 
     def __call__(self, index: int) -> int:
@@ -209,7 +209,7 @@ class Shuffle:
                 return index
 
 
-def _first_documents(patterns: list[RowPattern]) -> list[list[int]]:
+def _count_used_before(patterns: list[RowPattern]) -> list[list[int]]:
     """Return, per pattern and item, how many documents of its length earlier patterns use."""
     used: dict[int, int] = {}
     firsts = []
@@ -222,8 +222,8 @@ def _first_documents(patterns: list[RowPattern]) -> list[list[int]]:
 
 def _hash_64_bits(value: int) -> int:
     """Hash 64 bits (the finalizer of splitmix64)."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64_BITS
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK_64_BITS
     return value ^ (value >> 31)
 
 
@@ -271,7 +271,7 @@ class MixtureSource:
         return Fraction(str(self.weight)) * self.num_rows / self.learned_tokens
 
     @property
-    def describe_amount(self) -> str:
+    def amount_text(self) -> str:
         """Its epochs or weight in words, as the settings give them."""
         return f"epochs {self.epochs}" if self.weight is None else f"weight {self.weight:g}"
 
@@ -307,7 +307,7 @@ class MixturePhase:
         """Return the order of the sources' rows."""
         return Interleaving([part.rate for part in self.parts.values()])
 
-    def rows_at(self, stream_row: int) -> dict[str, int]:
+    def count_rows_before(self, stream_row: int) -> dict[str, int]:
         """Return how many rows of each source come before a row of the stream."""
         counts = self.interleaving().counts(stream_row - self.first_row)
         items = zip(self.parts.items(), counts, strict=True)
@@ -327,7 +327,7 @@ def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, in
     ends = [phase.first_row for phase in phases[1:]] + [stream_row]
     rows: dict[str, int] = {}
     for phase, end in zip(phases, ends, strict=True):
-        rows |= phase.rows_at(end)
+        rows |= phase.count_rows_before(end)
     return rows
 
 
@@ -365,7 +365,7 @@ def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[So
     return [
         SourceProgress(
             name,
-            part.describe_amount if name in phases[-1].parts else "no longer used",
+            part.amount_text if name in phases[-1].parts else "no longer used",
             rows[name],
             round(learned[name]),
             learned[name] / total,
@@ -421,7 +421,7 @@ class Interleaving:
             heapq.heappush(heap, (pair.rate, next(numbers), pair))
         self._root, self._num_sources = heap[0][2], len(rates)
 
-    def source_at(self, place: int) -> tuple[int, int]:
+    def source_and_row_at(self, place: int) -> tuple[int, int]:
         """Return the source at a place, and how many of its rows come before."""
         node = self._root
         while node.halves is not None:

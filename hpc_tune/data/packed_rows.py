@@ -18,58 +18,61 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, empty_batch
 from hpc_tune.config.data import Form
-from hpc_tune.data.hdf5_format import Side, TokenStore
+from hpc_tune.data.hdf5_format import TokensAndMask, TokenStore
 from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
 from hpc_tune.errors import ConfigError, DataError
 
-# -- Which documents of a file are used (all, or as many as ``limit`` says), and their tokens.
+# -- Which documents of a file are used (all, or as many as ``document_limit`` says), and their
+# tokens.
 
 
 _TOKENS_AT_ONCE = 1 << 22  # tokens whose masks are read at once
 _Histogram = tuple[np.ndarray, np.ndarray, Indexed]
 
 
-def sort_by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
+def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _Histogram:
     """Return sizes (rising), how many documents have each, and document numbers in that order.
 
-    With ``limit``, a permutation of all numbers selects that many documents: always the same ones.
+    With ``document_limit``, a permutation of all numbers selects that many documents: always the
+    same ones.
     """
-    if limit is None or limit >= store.num_documents:
+    if document_limit is None or document_limit >= store.num_documents:
         return store.length_values, store.length_counts, store.by_length
-    numbers = select_documents(store.num_documents, limit)
-    sizes = store.sizes(0, store.num_documents)[numbers]
-    values, counts = np.unique(sizes, return_counts=True)
-    return values, counts, numbers[np.argsort(sizes, kind="stable")]
+    numbers = select_documents(store.num_documents, document_limit)
+    packed_lengths = store.packed_lengths(0, store.num_documents)[numbers]
+    values, counts = np.unique(packed_lengths, return_counts=True)
+    return values, counts, numbers[np.argsort(packed_lengths, kind="stable")]
 
 
-def select_documents(num_documents: int, limit: int) -> np.ndarray:
-    """Return the numbers of ``limit`` documents, rising, int64."""
+def select_documents(num_documents: int, document_limit: int) -> np.ndarray:
+    """Return the numbers of ``document_limit`` documents, rising, int64."""
     shuffle = Shuffle(num_documents, "limit")
-    return np.sort(np.array([shuffle(at) for at in range(limit)], dtype=np.int64))
+    return np.sort(np.array([shuffle(at) for at in range(document_limit)], dtype=np.int64))
 
 
-def count_learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) -> int:
+def count_learned_tokens(store: TokenStore, seq_len: int, document_limit: int | None = None) -> int:
     """Return the number of tokens with loss in one pass over rows of ``seq_len`` tokens.
 
     Masks are read if the file's own count includes other documents, or longer ones.
     """
-    is_whole = limit is None or limit >= store.num_documents
+    is_whole = document_limit is None or document_limit >= store.num_documents
     if is_whole and store.length_values[-1] <= seq_len:
         return store.attributes.counters.loss_tokens
     if not is_whole:
         masks = (
-            _learned_mask(store, int(n)) for n in select_documents(store.num_documents, limit or 0)
+            _learned_mask(store, int(n))
+            for n in select_documents(store.num_documents, document_limit or 0)
         )
         return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
     return sum(_count_learned_by_piece(store, seq_len))
 
 
-def count_tokens(store: TokenStore, limit: int | None = None) -> tuple[int, int]:
+def count_tokens(store: TokenStore, document_limit: int | None = None) -> tuple[int, int]:
     """Return how many tokens the used documents have, and how many of them are learned."""
-    if limit is None or limit >= store.num_documents:
+    if document_limit is None or document_limit >= store.num_documents:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
     tokens = learned = 0
-    for number in select_documents(store.num_documents, limit):
+    for number in select_documents(store.num_documents, document_limit):
         mask = _learned_mask(store, int(number))
         tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
     return tokens, learned
@@ -98,7 +101,7 @@ def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
 # -- Rows of documents, and batches of rows.
 
 
-ROUND_TO = 8
+ROW_WIDTH_MULTIPLE = 8
 
 
 class Rows(Protocol):
@@ -122,7 +125,7 @@ class Rows(Protocol):
     def row_at(self, epochs: float) -> int:
         """Return the row of the stream before which ``epochs`` epochs are over."""
 
-    def read(self, stream_row: int) -> "ReadRow":
+    def read(self, stream_row: int) -> "RowDocuments":
         """Return a row's documents."""
 
     def state(self) -> dict[str, Any]:
@@ -133,27 +136,29 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class ReadRow:
+class RowDocuments:
     """The P documents of a row, with the ``sides`` of each.
 
-    For preferences also ``reference_P2``, fp32; for labelled answers ``desirable``.
+    For preferences also ``reference_log_probs_P2``, fp32; for labelled answers ``desirable``.
     """
 
-    sides: Sequence[Sequence[Side]]
-    reference_P2: np.ndarray
+    sides: Sequence[Sequence[TokensAndMask]]
+    reference_log_probs_P2: np.ndarray
     desirable: Sequence[bool] = ()
 
 
 class PackedRows:
     """The rows of a store: packed once, read when a batch is built from them."""
 
-    def __init__(self, store: TokenStore, order: SampleOrder, limit: int | None = None) -> None:
-        """Pack the store's length histogram, or that of ``limit`` documents of it.
+    def __init__(
+        self, store: TokenStore, order: SampleOrder, document_limit: int | None = None
+    ) -> None:
+        """Pack the store's length histogram, or that of ``document_limit`` documents of it.
 
         Raises:
             DataError: if preferences are longer than a row: a cut would lose part of an answer.
         """
-        values, counts, numbers = sort_by_length(store, limit)
+        values, counts, numbers = sort_by_length(store, document_limit)
         longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
             what = "both answers together" if store.form == "pairs" else "with their prompts"
@@ -203,7 +208,7 @@ class PackedRows:
                 "in the run's folder data"
             )
 
-    def set_reference(self, reference_D2: np.ndarray) -> None:
+    def set_reference_log_probs(self, reference_D2: np.ndarray) -> None:
         """Set the log-probabilities under the reference model, fp32 [num_documents, 2]."""
         expected = (self.store.num_documents, 2)
         assert reference_D2.shape == expected, f"{reference_D2.shape}, expected {expected}"
@@ -215,21 +220,25 @@ class PackedRows:
             return []
         return [document for row in batch.rows for document in self.sampler.documents_of(row)]
 
-    def read(self, stream_row: int) -> ReadRow:
+    def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""
         store, numbers = self.store, self.sampler.documents_of(stream_row)
-        reference_P2 = np.zeros((len(numbers), 2), dtype=np.float32)
+        reference_log_probs_P2 = np.zeros((len(numbers), 2), dtype=np.float32)
         if self._reference_D2 is not None:
-            reference_P2[:] = self._reference_D2[numbers]
+            reference_log_probs_P2[:] = self._reference_D2[numbers]
         labels = store.labels
         desirable = [] if labels is None else [bool(labels[number]) for number in numbers]
-        return ReadRow([store.sides(number) for number in numbers], reference_P2, desirable)
+        return RowDocuments(
+            [store.sides(number) for number in numbers], reference_log_probs_P2, desirable
+        )
 
 
-def micro_batches(rows: Rows, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
-    """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` rows has."""
+def make_micro_batches(
+    rows: Rows, own_rows: range, max_rows_per_rank: int, micro_size: int
+) -> list[Batch]:
+    """Build as many micro-batches of ``own_rows`` as a rank with ``max_rows_per_rank`` rows has."""
     batches = []
-    for at in range(0, most_rows, micro_size):
+    for at in range(0, max_rows_per_rank, micro_size):
         numbers = own_rows[at : at + micro_size]
         batches.append(
             _read_batch(rows, numbers, own_rows.step)
@@ -252,26 +261,26 @@ def _read_batch(rows: Rows, numbers: range, stride: int) -> Batch:
     laid = [[sides[1] for sides in row.sides if len(sides) > 1] for row in read]
     others = make_batch(laid, *place)
     # Each batch counts only the tokens of its own side.
-    counts_P2 = pairs.counts_P2
-    first, second = (counts_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
-    others = replace(others, pairs=replace(pairs, counts_P2=second))
-    return replace(own, pairs=replace(pairs, counts_P2=first), mismatched=others)
+    num_loss_tokens_P2 = pairs.num_loss_tokens_P2
+    first, second = (num_loss_tokens_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
+    others = replace(others, pairs=replace(pairs, num_loss_tokens_P2=second))
+    return replace(own, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched=others)
 
 
-def _make_pairs(read: Sequence[ReadRow]) -> PreferencePairs:
+def _make_pairs(read: Sequence[RowDocuments]) -> PreferencePairs:
     documents = [sides for row in read for sides in row.sides]
-    counts_P2 = np.zeros((len(documents), 2), dtype=np.int64)
+    num_loss_tokens_P2 = np.zeros((len(documents), 2), dtype=np.int64)
     for number, sides in enumerate(documents):
-        counts_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
+        num_loss_tokens_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
     return PreferencePairs(
-        torch.from_numpy(counts_P2),
-        torch.from_numpy(np.concatenate([row.reference_P2 for row in read])),
+        torch.from_numpy(num_loss_tokens_P2),
+        torch.from_numpy(np.concatenate([row.reference_log_probs_P2 for row in read])),
         torch.tensor([label for row in read for label in row.desirable], dtype=torch.bool),
     )
 
 
 def make_batch(
-    rows: list[list[Side]],
+    rows: list[list[TokensAndMask]],
     seq_len: int,
     first_row: int,
     row_stride: int = 1,
@@ -282,7 +291,7 @@ def make_batch(
     mask holds weights; in a batch with such a mask, documents without one have weight 1.
     """
     longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
-    width = min(-(-max(longest, 1) // ROUND_TO) * ROUND_TO, seq_len)
+    width = min(-(-max(longest, 1) // ROW_WIDTH_MULTIPLE) * ROW_WIDTH_MULTIPLE, seq_len)
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
     labels_BT = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
@@ -365,10 +374,10 @@ class MixedRows:
         """Return the number of a row's source, and which row of that source's stream it is."""
         place = stream_row - self.phase.first_row
         assert place >= 0, f"row {stream_row} is in an earlier phase"
-        source, before = self._interleaving.source_at(place)
+        source, before = self._interleaving.source_and_row_at(place)
         return source, self._before[source] + before
 
-    def read(self, stream_row: int) -> ReadRow:
+    def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""
         source, row = self.source_and_row(stream_row)
         return self.packed[source].read(row)

@@ -1,7 +1,7 @@
 """Rows of preferences -> pairs of answers to one prompt, or answers with a label.
 
     row -> its prompt and its two answers -> records.py, once for each -> PreferencePair
-    row -> records.py -> LabelledAnswers; for a pair, both answers, the chosen one as desirable
+    row -> records.py -> LabeledAnswers; for a pair, both answers, the chosen one as desirable
 
 The formats of trl, LLaMA-Factory, axolotl, ms-swift, OpenAI, UltraFeedback and hh-rlhf are known.
 Only the answers are learned, nothing that the assistant says in the prompt.
@@ -20,11 +20,11 @@ from hpc_tune.data.fields import (
     MARK_FIELDS,
     REJECTED_FIELDS,
     WrongRecord,
+    format_fields,
     format_value,
     is_unset,
     json_type_name,
-    list_fields,
-    parse_input,
+    parse_input_field,
     read_tools,
     read_weight,
     require_object,
@@ -71,7 +71,7 @@ def split_chats(
     rests = chosen[same:], rejected[same:]
     for name, rest in zip(names, rests, strict=True):
         if not rest:
-            raise _no_own_answer(name)
+            raise _make_missing_answer_error(name)
         if not same or rest[0]["role"] != "assistant":
             raise WrongRecord(
                 f"{both} do not begin with the same prompt: they differ in message {same + 1}, "
@@ -104,11 +104,11 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
         )
     for name, answer in zip(names, answers, strict=True):
         if not answer:
-            raise _no_own_answer(name)
+            raise _make_missing_answer_error(name)
     return Completion(same.rstrip(), "", plain_prompt=same), answers[0], answers[1]
 
 
-def _no_own_answer(name: str) -> WrongRecord:
+def _make_missing_answer_error(name: str) -> WrongRecord:
     return WrongRecord(
         f"{name} is only what the other begins with, expected an answer of its own after the prompt"
     )
@@ -169,7 +169,7 @@ class PreferencePair:
 
 
 @dataclass(frozen=True)
-class LabelledAnswers:
+class LabeledAnswers:
     """Answers of one row, each with whether it is desirable: one, or the two of a pair."""
 
     answers: tuple[Chat | Completion, ...]
@@ -185,17 +185,17 @@ def to_pair(record: Any) -> PreferencePair:
     """
     require_object(record)
     record = unpack_chats(
-        parse_input(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, "prompt")
+        parse_input_field(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, "prompt")
     )
     better, worse = _only_field(record, CHOSEN_FIELDS), _only_field(record, REJECTED_FIELDS)
     if better is None and worse is None:
         raise WrongRecord(
-            f"found {list_fields(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}"
+            f"found {format_fields(record)}; {_advise_other_objective(record)}{_EXPECTED_PAIRS}"
         )
     weight = read_weight(record, "the row")
     if weight == 0:
         raise NotLearned
-    _refuse_weight(weight is None or weight == 1)
+    _require_unit_weight(weight is None or weight == 1)
     _require_same_tools(record)
     prompt, chosen, rejected = _split_row(record, better, worse)
     if chosen == rejected:
@@ -209,7 +209,7 @@ def to_pair(record: Any) -> PreferencePair:
     )
 
 
-def to_labelled(record: Any) -> LabelledAnswers:
+def to_labeled_answers(record: Any) -> LabeledAnswers:
     """Turn a record into labelled answers.
 
     Raises:
@@ -220,9 +220,9 @@ def to_labelled(record: Any) -> LabelledAnswers:
     field, worse = _only_field(record, LABEL_FIELDS), _only_field(record, REJECTED_FIELDS)
     if field is None and worse is not None:
         pair = to_pair(record)
-        return LabelledAnswers((pair.chosen, pair.rejected), (True, False))
+        return LabeledAnswers((pair.chosen, pair.rejected), (True, False))
     if field is None:
-        raise WrongRecord(f"found {list_fields(record)}; {_EXPECTED_LABELS}")
+        raise WrongRecord(f"found {format_fields(record)}; {_EXPECTED_LABELS}")
     if worse is None and (better := _only_field(record, CHOSEN_FIELDS)) is not None:
         raise WrongRecord(
             f"{field} and {better} are both there: expected an answer with a label, in completion "
@@ -240,8 +240,8 @@ def to_labelled(record: Any) -> LabelledAnswers:
             "answer is desirable"
         )
     example = to_example({name: value for name, value in record.items() if name != field})
-    is_round = field != "kto_tag"  # LLaMA-Factory's, which labels the last message
-    return LabelledAnswers((_read_labelled(example, record, is_round),), (bool(label),))
+    covers_round = field != "kto_tag"  # LLaMA-Factory's, which labels the last message
+    return LabeledAnswers((_read_labeled_answer(example, record, covers_round),), (bool(label),))
 
 
 def has_label(record: dict[str, Any]) -> bool:
@@ -254,14 +254,14 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
-    begin, others_begin = find_answer_start(chat), find_answer_start(answers)
+    begin, others_begin = find_first_learned(chat), find_first_learned(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
     messages = [*chat.messages[:begin], *answers.messages[others_begin:]]
     return replace(chat, messages=messages, unlearned=frozenset(unlearned))
 
 
-def find_answer_start(chat: Chat) -> int:
+def find_first_learned(chat: Chat) -> int:
     """Return the message with which an answer of a pair or with a label begins: the first learned.
 
     If none is learned, return the number of messages.
@@ -274,7 +274,7 @@ def find_answer_start(chat: Chat) -> int:
     return next(learned, len(chat.messages))
 
 
-def _other_objective(record: dict[str, Any]) -> str:
+def _advise_other_objective(record: dict[str, Any]) -> str:
     """Return which objective accepts a row that is not a pair; empty if none does."""
     if has_label(record):
         return "answers with a label are for tune.objective=kto; "
@@ -308,7 +308,8 @@ def _split_row(
             f"found {better or worse}, but {'rejected' if better else 'chosen'} is missing;"
             f" {_EXPECTED_PAIRS}"
         )
-    chosen, rejected, names = _read_side(record, better), _read_side(record, worse), (better, worse)
+    chosen, rejected = _read_answer(record, better), _read_answer(record, worse)
+    names = (better, worse)
     if isinstance(chosen, list) and isinstance(rejected, list):
         are_whole = [side[0]["role"] != "assistant" for side in (chosen, rejected)]
         if any(are_whole):
@@ -343,7 +344,7 @@ def _split_ms_swift_row(
 
     The chosen answer is all that follows the user's last turn; the rejected one replaces all of it.
     """
-    messages, rejected = _read_turns(record[whole], whole), _read_side(record, worse)
+    messages, rejected = _read_turns(record[whole], whole), _read_answer(record, worse)
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
             f"{whole} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
@@ -351,13 +352,13 @@ def _split_ms_swift_row(
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
         return split_chats(messages, rejected, (whole, worse))
-    begin = _find_last_round(messages)
+    begin = _last_round_start(messages)
     if not begin:
         raise WrongRecord(f"{whole} begins with its answer, expected a turn of the user before it")
     return messages[:begin], messages[begin:], rejected
 
 
-def _find_last_round(messages: Messages) -> int:
+def _last_round_start(messages: Messages) -> int:
     """Return the number of the assistant's first message after the user's last one."""
     user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
     return next(n for n, m in enumerate(messages) if n > user and m["role"] == "assistant")
@@ -373,7 +374,7 @@ def _require_same_tools(record: dict[str, Any]) -> None:
         )
 
 
-def _read_side(record: dict[str, Any], field: str) -> Answer:
+def _read_answer(record: dict[str, Any], field: str) -> Answer:
     value = record[field]
     if isinstance(value, str):
         if not value.strip():
@@ -496,14 +497,16 @@ def _add_answer(
     except WrongRecord as error:
         raise WrongRecord(f"with {field}: {error}") from error
     assert isinstance(chat, Chat)
-    return _unlearn_before(chat, len(chat.messages) - len(answer))
+    return _exclude_answers_before(chat, len(chat.messages) - len(answer))
 
 
-def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat | Completion:
+def _read_labeled_answer(
+    example: Any, record: dict[str, Any], covers_round: bool
+) -> Chat | Completion:
     """Return a labelled answer; nothing before it is learned.
 
-    In a chat, the answer is the last message, or if ``is_round`` all messages after the user's last
-    (ms-swift). Beside a prompt, it is the whole completion (trl).
+    In a chat, the answer is the last message, or if ``covers_round`` all messages after the
+    user's last (ms-swift). Beside a prompt, it is the whole completion (trl).
     """
     if isinstance(example, Text):
         raise WrongRecord(f"found text with a label, and no prompt; {_EXPECTED_LABELS}")
@@ -511,7 +514,7 @@ def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat
         for name, text in (("prompt", example.prompt), ("answer", example.completion)):
             if not text.strip():
                 raise WrongRecord(f"the {name} is empty text, expected a prompt and its answer")
-        _refuse_weight(example.weight == 1)
+        _require_unit_weight(example.weight == 1)
         return replace(example, plain_answers=())
     last = example.messages[-1]
     if last["role"] != "assistant" or not _has_content(last):
@@ -521,12 +524,12 @@ def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat
     if all(message["role"] == "assistant" for message in example.messages):
         raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
     if "completion" in record and not any(record.get(name) for name in CHAT_FIELDS):
-        return _unlearn_before(example, find_answer_start(example))
-    begin = _find_last_round(example.messages) if is_round else len(example.messages) - 1
-    return _unlearn_before(example, begin)
+        return _exclude_answers_before(example, find_first_learned(example))
+    begin = _last_round_start(example.messages) if covers_round else len(example.messages) - 1
+    return _exclude_answers_before(example, begin)
 
 
-def _refuse_weight(is_one: bool) -> None:
+def _require_unit_weight(is_one: bool) -> None:
     """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
     if not is_one:
         raise WrongRecord(
@@ -536,8 +539,8 @@ def _refuse_weight(is_one: bool) -> None:
         )
 
 
-def _unlearn_before(chat: Chat, first: int) -> Chat:
-    _refuse_weight(chat.weight == 1 and not chat.weights)
+def _exclude_answers_before(chat: Chat, first: int) -> Chat:
+    _require_unit_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
     unlearned = chat.unlearned | {number for number in answers if number < first}
     if unlearned == answers:

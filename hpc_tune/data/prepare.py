@@ -33,7 +33,7 @@ import numpy as np
 from hpc_tune import __version__
 from hpc_tune.data.chats import LossOn
 from hpc_tune.data.chunks import Chunk, hash_file_ends, list_chunks, read_chunk, source_identity
-from hpc_tune.data.counts import ANSWER_BEYOND, Counters, ReadFindings
+from hpc_tune.data.counts import ANSWER_BEYOND_SEQ_LEN, Counters, ReadFindings
 from hpc_tune.data.encode import Encoder, PreferenceEncoder, make_encoder
 from hpc_tune.data.files import Paths, as_list, join_paths
 from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
@@ -49,12 +49,12 @@ from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 from hpc_tune.files import replace_atomically
 from hpc_tune.log import log
-from hpc_tune.world.comm import RunAndAgree, run_alone
+from hpc_tune.world.comm import RunAndAgree, run_on_single_rank
 
-STALE_S = 24 * 3600
+STALE_PARTS_S = 24 * 3600
 _FACTS_FILE = "facts.json"
 # Versions of what is learned of a row: if they change, data is prepared again.
-_MEANING_VERSION, _LABELS_MEANING_VERSION = 8, 9
+_ENCODING_VERSION, _LABELS_ENCODING_VERSION = 8, 9
 ReportProgress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -90,16 +90,16 @@ class PreparingRanks:
 
     ``run_and_agree`` runs a step on every rank and raises everywhere if it fails on one; it also
     makes the ranks wait for each other, so its timeout must be longer than the time to tokenize.
-    ``share`` returns rank 0's value: its plan, since modification times, and so the names of parts,
-    differ if each node has a copy of the source; and whether another job has written the file.
-    ``threads`` is the number of cores that this rank may use for the tokenizer; None leaves that to
-    the environment.
+    ``broadcast`` returns rank 0's value: its plan, since modification times, and so the names of
+    parts, differ if each node has a copy of the source; and whether another job has written the
+    file. ``threads`` is the number of cores that this rank may use for the tokenizer; None leaves
+    that to the environment.
     """
 
     rank: int = 0
     size: int = 1
-    run_and_agree: RunAndAgree = run_alone
-    share: Callable[[Any], Any] = lambda own: own
+    run_and_agree: RunAndAgree = run_on_single_rank
+    broadcast: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
 
     def run_step(self, work: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class PreparingRanks:
 SINGLE_RANK = PreparingRanks()
 
 
-def cache_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
+def cache_file_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     """Return a file name for data prepared from ``paths``; ``tokenizer``: its fingerprint.
 
     The name changes if the source, the settings or the tokenizer change.
@@ -171,7 +171,7 @@ def tokenize_chunks(
     numbers = range(ranks.rank, len(work.chunks), ranks.size)
     settings = work.settings
     of_tokenizer = tokenizer, settings.seq_len, settings.loss_on
-    with _tokenizer_threads(ranks.threads):
+    with _limit_tokenizer_threads(ranks.threads):
         for done, number in enumerate(numbers, 1):
             if not zipfile.is_zipfile(work.part_file(number)):
                 _write_part(work, number, make_encoder(settings.reading.form, *of_tokenizer))
@@ -198,7 +198,7 @@ def join_parts(work: PreparePlan) -> Counters:
     attributes = replace(work.attributes, counters=counters)
     write_store(work.out, _all_blocks(work), histogram, attributes, num_tokens)
     shutil.rmtree(work.parts, ignore_errors=True)
-    _remove_stale(work.out)
+    _remove_stale_parts(work.out)
     return counters
 
 
@@ -216,9 +216,11 @@ def _check_counters(work: PreparePlan, counters: Counters, findings: ReadFinding
             f"data.eval_fraction={reading.held_out:g} leaves no example of {source} for the "
             f"{reading.part} part; choose another fraction, or set data.eval_path"
         )
-    if list(counters.dropped) == [ANSWER_BEYOND] and not (findings.num_bad or findings.num_marked):
+    if list(counters.dropped) == [ANSWER_BEYOND_SEQ_LEN] and not (
+        findings.num_bad or findings.num_marked
+    ):
         raise DataError(
-            f"{source}: all {counters.dropped[ANSWER_BEYOND]} answers begin after token "
+            f"{source}: all {counters.dropped[ANSWER_BEYOND_SEQ_LEN]} answers begin after token "
             f"{work.settings.seq_len}: raise data.seq_len"
         )
     reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
@@ -260,7 +262,7 @@ def prepare_data(
     """
     before = _file_stamp(Path(out), ranks)
     own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
-    work: PreparePlan = ranks.share(own)
+    work: PreparePlan = ranks.broadcast(own)
 
     def tokenize_own() -> None:
         _require_same_files(own, work)
@@ -271,7 +273,7 @@ def prepare_data(
         ranks.run_step(tokenize_own)
     except HpcTuneError as error:  # on all ranks; the parts may be gone
         failed = error
-    is_there: bool = ranks.share(_file_stamp(work.out, ranks) != before)
+    is_there: bool = ranks.broadcast(_file_stamp(work.out, ranks) != before)
     if failed is not None and not is_there:
         raise failed
 
@@ -310,13 +312,13 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    meaning = _LABELS_MEANING_VERSION if settings.reading.form == "labels" else _MEANING_VERSION
+    meaning = _LABELS_ENCODING_VERSION if settings.reading.form == "labels" else _ENCODING_VERSION
     facts = [version, meaning, __version__, source_identity(paths), tokenizer, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def _tokenizer_threads(threads: int | None) -> Iterator[None]:
+def _limit_tokenizer_threads(threads: int | None) -> Iterator[None]:
     """Limit the tokenizer to this rank's share of the cores, for which ranks would compete.
 
     The size of its thread pool is read once per process, TOKENIZERS_PARALLELISM at each call.
@@ -352,15 +354,17 @@ def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEnc
             for name, array in block.arrays.items():
                 with part.open(f"{at}/{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array)
-            histogram += np.bincount(block.sizes, minlength=len(histogram))
+            histogram += np.bincount(block.packed_lengths, minlength=len(histogram))
             num_tokens += len(block.tokens)
         encoder.counters.bad_rows = findings.num_bad
-        sizes = np.flatnonzero(histogram)
+        packed_lengths = np.flatnonzero(histogram)
         facts = {
             "counters": asdict(encoder.counters),
             "findings": asdict(findings),
             "tokens": num_tokens,
-            "sizes": [*zip(sizes.tolist(), histogram[sizes].tolist(), strict=True)],
+            "sizes": [
+                *zip(packed_lengths.tolist(), histogram[packed_lengths].tolist(), strict=True)
+            ],
         }
         part.writestr(_FACTS_FILE, json.dumps(facts))
 
@@ -400,9 +404,9 @@ def _all_blocks(work: PreparePlan) -> Iterator[Block]:
                 yield Block(**{name: part[f"{at}/{name}"] for name in names})
 
 
-def _remove_stale(out: Path) -> None:
+def _remove_stale_parts(out: Path) -> None:
     """Remove the parts that killed runs with other settings left here a day ago or more."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.*.parts"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > STALE_S:
+            if time.time() - folder.stat().st_mtime > STALE_PARTS_S:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -24,9 +24,9 @@ from hpc_tune.errors import DataError
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes several times as much to parse
 BOM = b"\xef\xbb\xbf"
-_GZIP = b"\x1f\x8b"
-_TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
-_GAP = re.compile(r"[\s,]*")
+_GZIP_MAGIC = b"\x1f\x8b"
+_LINE_TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
+_ELEMENT_SEPARATOR = re.compile(r"[\s,]*")
 
 
 def is_compressed(file: Path) -> bool:
@@ -57,24 +57,28 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{file} cannot be unpacked ({error}); {todo} again") from error
 
 
-def is_array(file: Path) -> bool:
+def is_json_array(file: Path) -> bool:
     """Return whether a file of JSON is one array instead of one object per line."""
     with open_bytes(file) as opened:
         return opened.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
 
 
-def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+def read_json_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Yield (position, value) of the lines of JSON that start within a range of the file.
 
     A position is the byte at which the line starts; in a compressed file, which is read whole, it
     is the line's number.
     """
-    lines = _iterate_positions(file) if is_compressed(file) else _iterate_lines(file, start, stop)
+    lines = (
+        _iterate_compressed_lines(file)
+        if is_compressed(file)
+        else _iterate_lines(file, start, stop)
+    )
     for position, line in lines:
         if len(line) > MAX_LINE_BYTES:
-            yield position, WrongRecord(f"{_TOO_LONG}; write it as several")
+            yield position, WrongRecord(f"{_LINE_TOO_LONG}; write it as several")
         elif not line.isspace() and line:
-            yield position, _parse(line)
+            yield position, _parse_json_line(line)
 
 
 def line_number(file: Path, position: int) -> int:
@@ -91,12 +95,12 @@ def line_number(file: Path, position: int) -> int:
     return number
 
 
-def _iterate_positions(file: Path) -> Iterator[tuple[int, bytes]]:
+def _iterate_compressed_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with open_bytes(file) as opened:
         number = 1
         while line := opened.readline(MAX_LINE_BYTES + 1):
             yield number, line.removeprefix(BOM) if number == 1 else line
-            _skip_line(opened, line)
+            _skip_rest_of_line(opened, line)
             number += 1
 
 
@@ -108,10 +112,10 @@ def _iterate_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, byt
             if not line:
                 return
             yield position, line.removeprefix(BOM) if position == 0 else line
-            position += len(line) + _skip_line(opened, line)
+            position += len(line) + _skip_rest_of_line(opened, line)
 
 
-def _skip_line(file: BinaryIO, begun: bytes) -> int:
+def _skip_rest_of_line(file: BinaryIO, begun: bytes) -> int:
     """Read the rest of a line of which ``begun`` was read; return its number of bytes."""
     num_bytes, part = 0, begun
     while part and not part.endswith(b"\n"):
@@ -120,20 +124,20 @@ def _skip_line(file: BinaryIO, begun: bytes) -> int:
     return num_bytes
 
 
-def _seek_line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
+def _seek_line_start(file: BinaryIO, position: int, search_end: float = math.inf) -> int:
     """Seek the first line that starts at ``position`` or later; return where it starts.
 
-    If none starts before ``enough``, any place from there on may be returned.
+    If none starts before ``search_end``, any place from there on may be returned.
     """
     file.seek(max(position - 1, 0))
-    while position and file.tell() < enough:
+    while position and file.tell() < search_end:
         part = file.readline(READ_BYTES)
         if not part or part.endswith(b"\n"):
             break
     return file.tell()
 
 
-def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
+def _seek_text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
     """Return ``_seek_line_start`` for a file of text.
 
     Raises:
@@ -141,7 +145,7 @@ def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
     """
     start = _seek_line_start(opened, position, position + MAX_LINE_BYTES)
     if start >= position + MAX_LINE_BYTES:
-        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+        raise DataError(f"{file}: {_LINE_TOO_LONG}; break its lines")
     return start
 
 
@@ -149,31 +153,31 @@ class _ObjectHook:
     """Builds JSON objects and notes duplicate keys: a dict would keep only the last of them."""
 
     def __init__(self) -> None:
-        self.twice: list[str] = []
+        self.duplicate_keys: list[str] = []
 
     def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
             names = [name for name, _ in pairs]
-            self.twice.append(next(name for name in names if names.count(name) > 1))
+            self.duplicate_keys.append(next(name for name in names if names.count(name) > 1))
         return made
 
     def refuse_duplicate_keys(self, value: Any) -> Any:
         """Return a value, or a WrongRecord in its place if an object in it had a key twice."""
-        if not self.twice:
+        if not self.duplicate_keys:
             return value
-        name, self.twice = self.twice[0], []
+        name, self.duplicate_keys = self.duplicate_keys[0], []
         return WrongRecord(f"the key {name!r} is there twice in one object; keep one of them")
 
 
-def _parse(line: bytes) -> Any:
+def _parse_json_line(line: bytes) -> Any:
     objects = _ObjectHook()
     try:
         return objects.refuse_duplicate_keys(
             json.loads(line.decode("utf-8"), object_pairs_hook=objects)
         )
     except UnicodeDecodeError as error:
-        if line.startswith(_GZIP):
+        if line.startswith(_GZIP_MAGIC):
             return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
         return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
     except json.JSONDecodeError as error:
@@ -189,7 +193,7 @@ def _parse(line: bytes) -> Any:
         return WrongRecord("JSON that is nested too deeply")
 
 
-def read_array(file: Path) -> Iterator[tuple[int, Any]]:
+def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a JSON array's elements, holding one element and one read at a time.
 
     Raises:
@@ -202,7 +206,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             text = text_file.read(READ_BYTES).lstrip()
             while True:
-                position = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
+                position = _ELEMENT_SEPARATOR.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
                 if text.startswith("]", position):
                     if (text[position + 1 :] + text_file.read(READ_BYTES)).strip():
                         raise DataError(
@@ -213,12 +217,12 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     value, position = decoder.raw_decode(text, position)
                 except json.JSONDecodeError:
-                    objects.twice.clear()  # it is read again with what follows
+                    objects.duplicate_keys.clear()  # it is read again with what follows
                     if is_end:
                         raise
                     if len(text) - position > MAX_LINE_BYTES:
                         raise DataError(
-                            f"{where} {number}: {_TOO_LONG}; write it as several"
+                            f"{where} {number}: {_LINE_TOO_LONG}; write it as several"
                         ) from None
                     more = text_file.read(max(READ_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + more, 0, not more
@@ -247,25 +251,25 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
     if not is_compressed(file):
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
-            stop = _text_line_start(file, opened, stop)
-            start = _text_line_start(file, opened, start)
+            stop = _seek_text_line_start(file, opened, stop)
+            start = _seek_text_line_start(file, opened, start)
             data = opened.read(stop - start)
         if data:
             yield start, _make_text(file, data, start == 0, stop == size)
         return
     with open_bytes(file) as opened:
-        position, data = 0, _read_lines(file, opened, piece_bytes)
+        position, data = 0, _read_whole_lines(file, opened, piece_bytes)
         while data:
-            following = _read_lines(file, opened, piece_bytes)
+            following = _read_whole_lines(file, opened, piece_bytes)
             yield position, _make_text(file, data, position == 0, not following)
             position, data = position + len(data), following
 
 
-def _read_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
+def _read_whole_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
     """Return whole lines of about ``num_bytes``."""
     data, rest = opened.read(num_bytes), opened.readline(MAX_LINE_BYTES + 1)
     if len(rest) > MAX_LINE_BYTES:
-        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+        raise DataError(f"{file}: {_LINE_TOO_LONG}; break its lines")
     return data + rest
 
 
@@ -288,11 +292,11 @@ BATCH_ROWS = 256
 BATCH_BYTES = 4 << 20
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
-_CSV_HEAD = 1  # header rows
-_MARK_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
-_FILE_MAGIC = b"ARROW1"
+_CSV_HEADER_ROWS = 1  # header rows
+_NUMERIC_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
+_ARROW_FILE_MAGIC = b"ARROW1"
 
-Rows = Iterator[tuple[int, Any]]
+NumberedRows = Iterator[tuple[int, Any]]
 
 
 def open_parquet(file: Path) -> Any:
@@ -303,14 +307,16 @@ def open_parquet(file: Path) -> Any:
     """
     import pyarrow.parquet
 
-    with _as_data_error(f"{file} cannot be read as Parquet"):
+    with _raise_as_data_error(f"{file} cannot be read as Parquet"):
         # Otherwise pyarrow holds all bytes of a row group, whatever the buffer size.
         opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         opened.schema_arrow.names  # noqa: B018  # in a damaged file they may not be text
         return opened
 
 
-def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFindings) -> Rows:
+def read_parquet(
+    file: Path, group: int, reading: ReadOptions, findings: ReadFindings
+) -> NumberedRows:
     """Yield the rows of one row group.
 
     Raises:
@@ -319,12 +325,12 @@ def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFin
     with open_parquet(file) as parquet:
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
-        num_rows = _rows_at_once(parquet.metadata.row_group(group), columns)
+        num_rows = _rows_per_batch(parquet.metadata.row_group(group), columns)
         batches = parquet.iter_batches(num_rows, [group], columns, use_threads=False)
         yield from _read_rows(file, _slice_batches(batches, columns), first)
 
 
-def _rows_at_once(group: Any, columns: list[str]) -> int:
+def _rows_per_batch(group: Any, columns: list[str]) -> int:
     """Return how many rows of a row group have about ``BATCH_BYTES`` in ``columns``."""
     parts = [group.column(n) for n in range(group.num_columns)]
     num_bytes = sum(
@@ -335,7 +341,7 @@ def _rows_at_once(group: Any, columns: list[str]) -> int:
     return min(max(BATCH_BYTES * group.num_rows // max(num_bytes, 1), 1), BATCH_ROWS)
 
 
-def cut_batches(file: Path, num_bytes: int) -> list[int]:
+def cut_arrow_batches(file: Path, num_bytes: int) -> list[int]:
     """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
 
     Returns the numbers of the batches at which parts begin, and the number of batches. The file is
@@ -365,7 +371,7 @@ def _batch_bytes(batch: Any) -> int:
 
 def read_arrow(
     file: Path, start: int, stop: int, reading: ReadOptions, findings: ReadFindings
-) -> Rows:
+) -> NumberedRows:
     """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
@@ -384,7 +390,7 @@ def read_arrow(
         yield from _read_rows(file, _slice_batches(wanted, columns), first)
 
 
-def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
+def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> NumberedRows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
     Text stays text, even if it looks like a number; an empty cell is empty text.
@@ -406,7 +412,7 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
     what = f"{file} cannot be read as CSV (with rows of at most {CSV_BLOCK_BYTES >> 20} MiB)"
     with (
         open_bytes(file) as opened,
-        _as_data_error(what),
+        _raise_as_data_error(what),
         csv.open_csv(opened, read, parse) as head,
     ):
         names = head.schema.names
@@ -416,7 +422,9 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
             f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
         )
     columns = choose_columns(file, names, reading, findings)
-    marks = (*_MARK_COLUMNS, *PREFERENCE_FIELDS) if reading.form == "answers" else _MARK_COLUMNS
+    marks = (
+        (*_NUMERIC_COLUMNS, *PREFERENCE_FIELDS) if reading.form == "answers" else _NUMERIC_COLUMNS
+    )
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,
@@ -425,11 +433,11 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
         strings_can_be_null=False,
     )
     with open_bytes(file) as opened:
-        with _as_data_error(what):
+        with _raise_as_data_error(what):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
         for number, row in _read_rows(file, _slice_batches(batches, columns), 0):
-            while ragged and ragged[0].number - _CSV_HEAD <= number + shift:
+            while ragged and ragged[0].number - _CSV_HEADER_ROWS <= number + shift:
                 yield _make_ragged_error(ragged.pop(0))
                 shift += 1
             yield number + shift, row
@@ -437,7 +445,7 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
 
 
 def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
-    return row.number - _CSV_HEAD, WrongRecord(
+    return row.number - _CSV_HEADER_ROWS, WrongRecord(
         f"found {row.actual_columns} cells, expected {row.expected_columns}; put quotes around text"
         " with commas, line ends or quotes in it"
     )
@@ -446,10 +454,10 @@ def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
 def _slice_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
     for batch in batches:
         for at in range(0, batch.num_rows, BATCH_ROWS):
-            yield from _halve(batch.slice(at, BATCH_ROWS).select(columns))
+            yield from _split_large_batch(batch.slice(at, BATCH_ROWS).select(columns))
 
 
-def _halve(batch: Any) -> Iterator[Any]:
+def _split_large_batch(batch: Any) -> Iterator[Any]:
     """Yield a batch in parts of ``BATCH_BYTES`` at most, or of one row."""
     halves = [batch.slice(0, batch.num_rows // 2), batch.slice(batch.num_rows // 2)]
     num_bytes = _batch_bytes(batch)
@@ -458,17 +466,17 @@ def _halve(batch: Any) -> Iterator[Any]:
         yield batch
         return
     for half in halves:
-        yield from _halve(half)
+        yield from _split_large_batch(half)
 
 
 def _read_batches(file: Path) -> Iterator[Any]:
     import pyarrow
 
     with (
-        _as_data_error(f"{file} cannot be read as Arrow data"),
+        _raise_as_data_error(f"{file} cannot be read as Arrow data"),
         pyarrow.memory_map(str(file)) as mapped,
     ):
-        is_stream = mapped.read(len(_FILE_MAGIC)) != _FILE_MAGIC
+        is_stream = mapped.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
         mapped.seek(0)
         if is_stream:
             source = pyarrow.ipc.open_stream(mapped)
@@ -483,7 +491,7 @@ def _read_batches(file: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _as_data_error(what: str) -> Iterator[None]:
+def _raise_as_data_error(what: str) -> Iterator[None]:
     """Turn what pyarrow raises for a damaged file into a DataError.
 
     If a callback from pyarrow fails, as at a ragged row that is not UTF-8, pyarrow itself raises
@@ -501,21 +509,21 @@ def _as_data_error(what: str) -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
+def _read_rows(file: Path, batches: Iterator[Any], first: int) -> NumberedRows:
     """Yield the rows of batches; ``first`` rows of the file come before them."""
     number = first
     while True:
-        with _as_data_error(f"{file}, after row {number}: cannot be read"):
+        with _raise_as_data_error(f"{file}, after row {number}: cannot be read"):
             batch = next(batches, None)
             if batch is None:
                 return
-            rows = _check_rows(batch)
+            rows = _convert_rows(batch)
         yield from enumerate(rows, number + 1)
         number += len(rows)
         del batch, rows  # a long document is not held while the next one is read
 
 
-def _check_rows(batch: Any) -> list[Any]:
+def _convert_rows(batch: Any) -> list[Any]:
     """Return a batch's rows as objects, with a WrongRecord in place of each wrong one."""
     import pyarrow
 
@@ -527,7 +535,7 @@ def _check_rows(batch: Any) -> list[Any]:
     except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
         if batch.num_rows == 1:
             return [WrongRecord(f"cannot be read ({error})")]
-    return [row for at in range(batch.num_rows) for row in _check_rows(batch.slice(at, 1))]
+    return [row for at in range(batch.num_rows) for row in _convert_rows(batch.slice(at, 1))]
 
 
 def _clean_row(row: dict[str, Any]) -> Any:

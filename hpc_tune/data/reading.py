@@ -26,14 +26,14 @@ from hpc_tune.data.fields import (
 )
 from hpc_tune.data.preferences import (
     PAIR_FIELDS,
-    LabelledAnswers,
+    LabeledAnswers,
     PreferencePair,
     has_label,
-    to_labelled,
+    to_labeled_answers,
     to_pair,
 )
 from hpc_tune.data.records import (
-    EXPECTED_FIELDS,
+    EXPECTED_FIELDS_TEXT,
     FORMS,
     Chat,
     Completion,
@@ -47,12 +47,12 @@ from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
 SplitPart = Literal["all", "train", "held-out"]
-Row = Example | Tokens | PreferencePair | LabelledAnswers
+Row = Example | Tokens | PreferencePair | LabeledAnswers
 _QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
 _ANSWER_FIELDS = ("output", "completion", "answer", "response")
 KNOWN_FIELDS = frozenset(
     itertools.chain(
-        *(form.own_fields + form.shares for form in FORMS),
+        *(form.own_fields + form.shared_fields for form in FORMS),
         _QUESTION_FIELDS,
         _ANSWER_FIELDS,
         PREFERENCE_FIELDS,
@@ -63,7 +63,7 @@ KNOWN_FIELDS = frozenset(
 _READERS: dict[Form, Callable[[Any], Row]] = {
     "answers": to_example,
     "pairs": to_pair,
-    "labels": to_labelled,
+    "labels": to_labeled_answers,
 }
 
 
@@ -103,7 +103,7 @@ def choose_columns(
         raise DataError(_explain_missing(str(file), missing, names))
     chosen = [name for name in names if name in reading.known_fields or name in columns]
     if not chosen:
-        raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS}")
+        raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS_TEXT}")
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
         raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
     findings.note_columns(columns, (name for name in names if name not in chosen))
@@ -138,7 +138,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
     if isinstance(row, Chat | Completion | Text | Tokens):
         if reading.form != "answers":
             raise WrongRecord("found text or an answer, expected rows with fields for preferences")
-        return row if _is_wanted(row, reading, findings) else None
+        return row if _is_in_part(row, reading, findings) else None
     names: dict[str, str] = {}
     if isinstance(row, dict):
         row, names = _rename_fields(row, reading, findings)
@@ -154,7 +154,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
         if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
             notes.append(f"further columns: {', '.join(others)}")
         raise WrongRecord(f"{error} ({', '.join(notes)})" if notes else str(error)) from error
-    return example if _is_wanted(example, reading, findings) else None
+    return example if _is_in_part(example, reading, findings) else None
 
 
 def _rename_fields(
@@ -173,7 +173,7 @@ def _rename_fields(
         kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
     renamed = {**kept, **{new: row[old] for old, new in names.items()}}
     is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed))
-    if not is_pair and (further := _find_known_names(renamed)):
+    if not is_pair and (further := _find_known_renames(renamed)):
         # A field without a value may have the name that another one is read under.
         taken = {new for old, new in further.items() if old != new}
         renamed = {
@@ -184,7 +184,7 @@ def _rename_fields(
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in FORMS if renamed.get(form.needs[0]) is not None), None)
-    of_form = {*form.own_fields, *form.shares} if form else set()
+    of_form = {*form.own_fields, *form.shared_fields} if form else set()
     of_form.discard("response")  # it is read only under another name
     if reading.form != "answers":
         of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
@@ -196,7 +196,7 @@ def _rename_fields(
     return renamed, names
 
 
-def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
+def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     """Return {name: read as} for fields with well-known names, such as question and answer.
 
     Raises:
@@ -232,7 +232,7 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
     return {old: new for old, new in (names | system).items() if old != new}
 
 
-def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
+def _is_in_part(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
     """Return whether an example is in the part that is read.
 
     A hash of its content decides, not its position or the form in which it is stored. Duplicates

@@ -12,13 +12,13 @@ from hpc_tune.data.fields import (
     PREFERENCE_FIELDS,
     ROLES,
     WrongRecord,
+    format_fields,
     format_value,
     is_chat,
     is_unset,
     json_type_name,
-    list_fields,
     parse_json_text,
-    read_calls,
+    read_tool_calls,
     read_tools,
     read_weight,
     require_object,
@@ -120,8 +120,10 @@ def to_example(record: Any) -> Example:
     }
     if forms := [form for form in FORMS if form.needs[0] in given]:
         form = next((form for form in forms if given[form.needs[0]] != []), forms[0])
-        return _apply_marks(form.read(record), record)
-    raise WrongRecord(f"found {list_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS}")
+        return _apply_loss_marks(form.read(record), record)
+    raise WrongRecord(
+        f"found {format_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS_TEXT}"
+    )
 
 
 def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _has_known_field(record: Any) -> bool:
     return True
 
 
-def _apply_marks(example: Example, record: dict[str, Any]) -> Example:
+def _apply_loss_marks(example: Example, record: dict[str, Any]) -> Example:
     """Apply a row's own marks for learning, and add its tools; chats already have both."""
     if isinstance(example, Chat):
         return example
@@ -236,7 +238,7 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
         }
         if "content" in plain:
             plain["content"] = _read_content(plain["content"], where)
-        if calls := read_calls(message, tools, where):
+        if calls := read_tool_calls(message, tools, where):
             plain["tool_calls"] = calls
         if plain["role"] == "function":  # OpenAI's older name
             plain["role"] = "tool"
@@ -302,11 +304,13 @@ def read_turns(value: Any, field: str) -> list[dict[str, Any]]:
     """
     turns = parse_json_text(value, field, [])
     if isinstance(turns, dict):
-        turns = _rows_from_columns(turns, field)
+        turns = _turns_from_columns(turns, field)
     first = _require_nonempty(turns, field)[0]
     if isinstance(first, dict) and first.get("from") is not None and first.get("role") is None:
-        turns = [_read_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
-    return _check_messages(_merge_calls(turns, field), field)
+        turns = [
+            _convert_sharegpt_turn(turn, number, field) for number, turn in enumerate(turns, 1)
+        ]
+    return _check_messages(_merge_tool_calls(turns, field), field)
 
 
 def _prepend_system(
@@ -324,7 +328,7 @@ def _prepend_system(
     return messages
 
 
-def _rows_from_columns(columns: dict[str, Any], field: str) -> list[Any]:
+def _turns_from_columns(columns: dict[str, Any], field: str) -> list[Any]:
     """Return turns that are stored as one list per key, as datasets stores a Sequence."""
     lists = [values for values in columns.values() if isinstance(values, list)]
     if len(lists) < len(columns) or len({len(values) for values in lists}) != 1:
@@ -333,7 +337,7 @@ def _rows_from_columns(columns: dict[str, Any], field: str) -> list[Any]:
     return [{k: v for k, v in turn.items() if v is not None or k == "content"} for turn in turns]
 
 
-def _read_turn(turn: Any, number: int, field: str) -> dict[str, Any]:
+def _convert_sharegpt_turn(turn: Any, number: int, field: str) -> dict[str, Any]:
     """Return a turn of ShareGPT as a message."""
     role = ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
@@ -347,7 +351,7 @@ def _read_turn(turn: Any, number: int, field: str) -> dict[str, Any]:
     return {"role": role, "content": turn["value"], **others}
 
 
-def _merge_calls(turns: list[Any], field: str) -> list[Any]:
+def _merge_tool_calls(turns: list[Any], field: str) -> list[Any]:
     """Return turns with those that are tool calls as the assistant's.
 
     Consecutive calls, or calls after the assistant's text, become one turn, as in ms-swift and NeMo
@@ -355,23 +359,23 @@ def _merge_calls(turns: list[Any], field: str) -> list[Any]:
     """
     found: list[Any] = []
     for number, turn in enumerate(turns, 1):
-        message = _read_call(turn, number, field)
+        message = _convert_tool_turn(turn, number, field)
         last = found[-1] if found else None
         is_call = isinstance(turn, dict) and turn.get("role") in _CALL_ROLES and message is not turn
         if is_call and isinstance(last, dict) and last.get("role") == "assistant":
             calls = last.get("tool_calls") or []
-            if _other_keys(last) == _other_keys(message) and isinstance(calls, list):
+            if _extra_fields(last) == _extra_fields(message) and isinstance(calls, list):
                 found[-1] = {**last, "tool_calls": [*calls, *message["tool_calls"]]}
                 continue
         found.append(message)
     return found
 
 
-def _other_keys(message: dict[str, Any]) -> dict[str, Any]:
+def _extra_fields(message: dict[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in message.items() if key not in ("content", *_CALL_KEYS)}
 
 
-def _read_call(message: Any, number: int, field: str) -> Any:
+def _convert_tool_turn(message: Any, number: int, field: str) -> Any:
     """Return a tool call, or a tool's answer, in the form that templates expect; else the turn."""
     role = message.get("role") if isinstance(message, dict) else None
     if role in ("observation", "tool_response", "function_response", "function"):
@@ -385,10 +389,8 @@ def _read_call(message: Any, number: int, field: str) -> Any:
 
 
 def _read_alpaca(record: dict[str, Any]) -> Completion:
-    instruction, output = (
-        _required_string(record, "instruction"),
-        _required_string(record, "output"),
-    )
+    instruction = _required_string(record, "instruction")
+    output = _required_string(record, "output")
     given = _optional_string(record, "input")
     plain = "Carry out the task that follows.\n\n"
     history, answers = _read_history(parse_json_text(record.get("history"), "history", [])), []
@@ -448,7 +450,9 @@ def _optional_string(record: dict[str, Any], field: str) -> str:
 
 def _required_string(record: dict[str, Any], field: str) -> str:
     if field not in record:
-        raise WrongRecord(f"found {list_fields(record)}, but {field} is missing; {EXPECTED_FIELDS}")
+        raise WrongRecord(
+            f"found {format_fields(record)}, but {field} is missing; {EXPECTED_FIELDS_TEXT}"
+        )
     if not isinstance(record[field], str):
         raise WrongRecord(f"{field} is {json_type_name(record[field])}, expected text")
     return record[field]
@@ -459,20 +463,20 @@ def _required_string(record: dict[str, Any], field: str) -> str:
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A form of rows: the fields that it ``needs``, of which the first identifies it; fields that
-    it ``may_have``; fields that it ``shares`` with other forms; its reader and its name.
+    """A form of rows: the fields that it ``needs``, of which the first identifies it; its
+    ``optional_fields``; the ``shared_fields`` that other forms have too; its reader and its name.
     """
 
     needs: tuple[str, ...]
-    may_have: tuple[str, ...]
-    shares: tuple[str, ...]
+    optional_fields: tuple[str, ...]
+    shared_fields: tuple[str, ...]
     read: Callable[[dict[str, Any]], Example]
     name: str = ""
 
     @property
     def own_fields(self) -> tuple[str, ...]:
         """The fields that say that a row is of this form."""
-        return self.needs + self.may_have
+        return self.needs + self.optional_fields
 
 
 _SHARED = ("system", "tools", "functions", *MARK_FIELDS)
@@ -489,7 +493,7 @@ FORMS = (
     RecordForm(("text",), (), MARK_FIELDS, lambda row: Text(_required_string(row, "text"))),
 )
 _NAMES = (f"{' and '.join(f.needs)}{f' ({f.name})' if f.name else ''}" for f in FORMS)
-EXPECTED_FIELDS = (
+EXPECTED_FIELDS_TEXT = (
     f"expected one of: {', '.join(_NAMES)}; data.columns={{NAME: prompt, OTHER: completion}} names"
     " fields that are called something else"
 )

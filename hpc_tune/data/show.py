@@ -23,7 +23,7 @@ from hpc_tune.data.chunks import describe_unread, is_builtin, list_chunks, read_
 from hpc_tune.data.counts import Counters, ReadFindings
 from hpc_tune.data.encode import make_encoder
 from hpc_tune.data.files import Paths, find_files, join_paths
-from hpc_tune.data.hdf5_format import Side, TokenStore, split_sides
+from hpc_tune.data.hdf5_format import TokensAndMask, TokenStore, split_sides
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import ReadOptions, Row, require_columns
 from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
@@ -31,8 +31,8 @@ from hpc_tune.data.writer import Block, verify_content
 from hpc_tune.errors import DataError
 
 # After the rows that are shown, further rows are counted up to these limits, which takes seconds.
-COUNTED_ROWS = 1000
-COUNTED_TOKENS = 1 << 20
+MAX_COUNTED_ROWS = 1000
+MAX_COUNTED_TOKENS = 1 << 20
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -47,7 +47,7 @@ _FORM_LABELS: dict[Form, str] = {
 class ShownDocument:
     """The sides of a document: one, or a chosen and a rejected answer after their prompt."""
 
-    sides: Sequence[Side]
+    sides: Sequence[TokensAndMask]
     is_desirable: bool | None = None
 
     @property
@@ -74,7 +74,7 @@ class TextStyle:
 
 
 PLAIN_STYLE = TextStyle(("«", "»"))
-COLOUR_STYLE = TextStyle(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
+COLOR_STYLE = TextStyle(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
 
 
 def show_documents(
@@ -103,7 +103,7 @@ def show_documents(
     for label, example in _read_examples(paths, reading, findings):
         counters = encoder.counters
         counters.unmatched = 0  # each row is encoded alone, without other rows' answers
-        is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
+        is_enough = num_read >= MAX_COUNTED_ROWS or counters.tokens >= MAX_COUNTED_TOKENS
         if num_shown >= num_rows and is_enough:
             is_all = False
             break
@@ -112,7 +112,7 @@ def show_documents(
         counters.unmatched = 0
         num_read += 1
         if num_shown < num_rows:
-            remarks = _count_since(before, counters).remarks()
+            remarks = _counts_since(before, counters).remarks()
             documents = [document for block in blocks for document in _read_documents(block)]
             kept = documents[: num_rows - num_shown]
             yield from _describe_row(label, kept, len(documents), remarks, decoder)
@@ -274,7 +274,7 @@ def _read_examples(
             yield f"{Path(file).name}, row {number}" if has_many else f"row {number}", example
 
 
-def _count_since(before: dict[str, Any], counters: Counters) -> Counters:
+def _counts_since(before: dict[str, Any], counters: Counters) -> Counters:
     new: dict[str, Any] = {}
     for name, now in asdict(counters).items():
         if isinstance(now, dict):

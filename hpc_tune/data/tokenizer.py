@@ -103,7 +103,7 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
 
 TEMPLATE_DATE = datetime(2026, 1, 1)
 _NOW = "strftime_now"
-_DATE = re.compile(rf"""{_NOW}\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
+_LITERAL_DATE_CALL = re.compile(rf"""{_NOW}\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE_CALL = re.compile(rf"{_NOW}\s*\(")
 _DIRECTIVES = (*(f"%-{c}" for c in "dmHIMSyj"), *(f"%{c}" for c in "aAbBcdeFHIjmMpSTuUwWxXyYZz"))
 
@@ -141,7 +141,9 @@ class ChatTemplates:
 
 def fix_date(template: str) -> str:
     """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
-    fixed = _DATE.sub(lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template)
+    fixed = _LITERAL_DATE_CALL.sub(
+        lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template
+    )
     if not _DATE_CALL.search(fixed):
         return fixed
     # The format is computed by the template itself.

@@ -28,7 +28,7 @@ from hpc_tune.data.hdf5_format import (
     Column,
     TokenStore,
     append_checksum,
-    compute_sizes,
+    compute_packed_lengths,
 )
 from hpc_tune.errors import DataError
 from hpc_tune.files import read_json_object, replace_atomically, write_file
@@ -48,7 +48,7 @@ HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then a form's 
 # Earlier versions packed the same labelled answers into other rows: such a run cannot resume.
 _LABELS_SALT = b"each side by itself"
 _LARGE_BYTES = 1 << 30
-_PIECE = 1 << 22
+_PIECE_ELEMENTS = 1 << 22
 _DOCUMENTS = 1 << 20
 
 
@@ -75,7 +75,7 @@ def verify_content(store: TokenStore) -> None:
     with ThreadPoolExecutor(len(columns)) as pool:
         hashes = [*pool.map(_hash_column, columns)]
     content, expected = combine_hashes(hashes, store.labels is not None), store.attributes.content
-    if content != expected or not _is_sorted(store):
+    if content != expected or not _are_lengths_consistent(store):
         what = "documents" if content != expected else "order of the documents by length"
         raise DataError(
             f"{store.path}: its {what} are not as `prepare` wrote them (hash {content[:12]}, "
@@ -84,8 +84,9 @@ def verify_content(store: TokenStore) -> None:
         )
 
 
-def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
-    """Verify a prepared file unless ``known``, a file of the run, records that it was verified.
+def verify_content_once(store: TokenStore, record_file: Path, is_new: bool = False) -> None:
+    """Verify a prepared file unless ``record_file``, a file of the run, records that it was
+    verified.
 
     ``is_new``: this process has just written it.
 
@@ -95,7 +96,7 @@ def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) ->
     status, name = store.path.stat(), str(store.path.resolve())
     times = status.st_mtime_ns, status.st_ctime_ns
     stamp = [store.attributes.content, status.st_size, *times]
-    verified = read_json_object(known)
+    verified = read_json_object(record_file)
     if verified.get(name) == stamp:
         return
     if not is_new:
@@ -103,17 +104,17 @@ def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) ->
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify_content(store)
     with contextlib.suppress(OSError):  # then the next start verifies it again
-        write_file(known, json.dumps({**verified, name: stamp}))
+        write_file(record_file, json.dumps({**verified, name: stamp}))
 
 
 def _hash_column(values: Column) -> Any:
     hashed = new_hash()
-    for at in range(0, len(values), _PIECE):
-        hashed.update(values[at : at + _PIECE])
+    for at in range(0, len(values), _PIECE_ELEMENTS):
+        hashed.update(values[at : at + _PIECE_ELEMENTS])
     return hashed
 
 
-def _is_sorted(store: TokenStore) -> bool:
+def _are_lengths_consistent(store: TokenStore) -> bool:
     """Return whether by_length and the lengths agree with the offsets.
 
     (length, number) must rise from document to document, so that no document occurs twice.
@@ -121,7 +122,7 @@ def _is_sorted(store: TokenStore) -> bool:
     values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
     all_lengths = np.empty(store.num_documents, dtype=np.uint32)
     for at in range(0, store.num_documents, _DOCUMENTS):
-        piece = store.sizes(at, min(at + _DOCUMENTS, store.num_documents))
+        piece = store.packed_lengths(at, min(at + _DOCUMENTS, store.num_documents))
         all_lengths[at : at + len(piece)] = piece
     last = np.full((2, 1), -1)
     for at in range(0, store.num_documents, _DOCUMENTS):
@@ -144,7 +145,7 @@ def _is_sorted(store: TokenStore) -> bool:
 # -- Writing a file of prepared data.
 
 
-SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
+MAX_UNSORTED_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,11 @@ class Block:
     loss_weights: np.ndarray | None = None
 
     @property
-    def sizes(self) -> np.ndarray:
+    def packed_lengths(self) -> np.ndarray:
         """How many of a row's ``seq_len`` tokens each document takes."""
-        return compute_sizes(self.lengths, self.borders if self.labels is not None else None)
+        return compute_packed_lengths(
+            self.lengths, self.borders if self.labels is not None else None
+        )
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -196,7 +199,7 @@ def write_store(
     with replace_atomically(path, durable=True) as temporary:
         if num_tokens is None:
             num_tokens = sum(size * count for size, count in histogram.items())
-        extents = _allocate(temporary, histogram, num_tokens, attributes)
+        extents = _allocate_datasets(temporary, histogram, num_tokens, attributes)
         with temporary.open("r+b", buffering=0) as file:
             content, highest = _write_datasets(
                 file.fileno(), extents, blocks, histogram, num_tokens
@@ -205,7 +208,7 @@ def write_store(
         append_checksum(temporary)
 
 
-def _allocate(
+def _allocate_datasets(
     path: Path, histogram: dict[int, int], num_tokens: int, attributes: Attributes
 ) -> dict[str, tuple[int, np.dtype]]:
     """Create the HDF5 file with unwritten datasets; return where each begins, and its type."""
@@ -276,7 +279,7 @@ def _write_datasets(
         for name in hashed[len(HASHED_DATASETS) :]:
             append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
-        sorter.add(block.sizes)
+        sorter.add(block.packed_lengths)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
     sorter.flush()
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, expected {expected}"
@@ -300,7 +303,7 @@ class _LengthSorter:
     def add(self, lengths: np.ndarray) -> None:
         self._held.append(np.asarray(lengths, dtype=np.int64))
         self._num_held += len(lengths)
-        if self._num_held >= SCATTER_DOCUMENTS:
+        if self._num_held >= MAX_UNSORTED_DOCUMENTS:
             self.flush()
 
     def flush(self) -> None:

@@ -43,12 +43,12 @@ from hpc_tune.world.pinned import empty_pinned_cache, split_into_blocks
 P = ParamSpec("P")
 T = TypeVar("T")
 Forward = Callable[..., Any]
-SavingInputs = Callable[[tuple[Any, ...]], AbstractContextManager[Any]]
+MakeSavingContext = Callable[[tuple[Any, ...]], AbstractContextManager[Any]]
 RecomputeLevel = Literal["none", "selective", "full"]
 # What selective recompute keeps: the results of matmuls. By name, because torch knows the 4-bit
 # matmuls only once bitsandbytes is imported. Batched matmuls are left out: they give the T x T
 # scores of attention that is not fused, the largest tensors of all.
-_MATMULS = {
+_MATMUL_FIRST_OPERAND = {
     "aten.mm.default": 0,
     "aten.addmm.default": 1,
     "aten._scaled_mm.default": 0,
@@ -74,42 +74,46 @@ _KEPT_OPS = frozenset(
     )
 )
 # The widest MLPs expand their input 8 times (Gemma), adapters expand 16 to 4096 and more.
-MIN_INNER = 8
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+MAX_KEPT_EXPANSION = 8
+_SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-def keep_inputs(_args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+def null_saving_context(_args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """Return a context in which autograd saves a block's arguments without moving them."""
     return nullcontext()
 
 
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module], recompute: RecomputeLevel, saving: SavingInputs = keep_inputs
+    blocks: Sequence[nn.Module],
+    recompute: RecomputeLevel,
+    saving_context: MakeSavingContext = null_saving_context,
 ) -> None:
     """Replace the ``forward`` of decoder blocks with one that recomputes as ``recompute`` says.
 
-    Blocks of one class share one function, so ``compile_blocks`` compiles it once. ``saving``
-    returns the context in which recompute=full saves a block's arguments.
+    Blocks of one class share one function, so ``compile_blocks`` compiles it once.
+    ``saving_context`` returns the context in which recompute=full saves a block's arguments.
     """
     if recompute == "none":
         return
     checkpointed: dict[Forward, Forward] = {}
     for block in blocks:
         if recompute == "selective":
-            _protect_from_clipping(block)
+            _clone_before_clipping(block)
         plain = type(block).forward
         if plain not in checkpointed:
-            checkpointed[plain] = _with_recompute(plain, recompute, saving)
+            checkpointed[plain] = _with_recompute(plain, recompute, saving_context)
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
 def recompute_levers(
-    blocks: Sequence[nn.Module], configured: RecomputeLevel, saving: SavingInputs = keep_inputs
+    blocks: Sequence[nn.Module],
+    configured: RecomputeLevel,
+    saving_context: MakeSavingContext = null_saving_context,
 ) -> dict[Action, ActionHandle]:
     """Return the governor's lever that recomputes whole blocks, without the compiler.
 
-    ``blocks`` are as they are trained: after ``checkpoint_blocks``, compiled or not. ``saving``: as
-    in ``checkpoint_blocks``.
+    ``blocks`` are as they are trained: after ``checkpoint_blocks``, compiled or not.
+    ``saving_context``: as in ``checkpoint_blocks``.
     """
     if configured == "full":
         return {}
@@ -121,7 +125,7 @@ def recompute_levers(
             if not times and forward is not None:
                 block.forward = forward
         if times:
-            checkpoint_blocks(blocks, "full", saving)
+            checkpoint_blocks(blocks, "full", saving_context)
         return f"activations are recomputed: {'full' if times else configured}"
 
     return {Action.RECOMPUTE: ActionHandle(recompute)}
@@ -133,11 +137,11 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     @functools.wraps(function)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_outside_modes(*args: P.args, **kwargs: P.kwargs) -> T:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return outside
+    return run_outside_modes
 
 
 def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,16 +152,18 @@ def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(_get_current_dispatch_mode(), _SELECTIVE):
+    def run_outside_modes(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(_get_current_dispatch_mode(), _SELECTIVE_MODES):
             return function(*args, **kwargs)
         with _pop_mode_temporarily():
             return function(*args, **kwargs)
 
-    return outside
+    return run_outside_modes
 
 
-def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingInputs) -> Forward:
+def _with_recompute(
+    forward: Forward, recompute: RecomputeLevel, saving_context: MakeSavingContext
+) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(
@@ -165,7 +171,7 @@ def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingI
         )
     without_draws: WeakSet[nn.Module] = WeakSet()
 
-    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward_with_recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Preserve the RNG state for the recomputation only if a block draws random numbers.
 
         Its first pass in a training step shows whether it does; in a compiled graph this is free.
@@ -178,19 +184,19 @@ def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingI
             return checkpoint(forward, self, *args, **more)
         run = batch_context.bind(forward)
         if self in without_draws:
-            with saving(args):
+            with saving_context(args):
                 return checkpoint(run, self, *args, preserve_rng_state=False, **more)
         before = _random_state(*args)
-        with saving(args):
+        with saving_context(args):
             out = checkpoint(run, self, *args, **more)
         if _random_state(*args) == before:
             without_draws.add(self)
         return out
 
-    return recomputed
+    return forward_with_recompute
 
 
-def _protect_from_clipping(block: nn.Module) -> None:
+def _clone_before_clipping(block: nn.Module) -> None:
     """Make a block that clips queries, keys and values in place (OLMo) clip copies instead.
 
     Otherwise the kept matmul results would be clipped ones, which have other gradients.
@@ -219,7 +225,7 @@ def _random_state(*args: Any) -> list[bytes]:
 
 def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = (name := str(operator)) in _KEPT_OPS
-    if (first := _MATMULS.get(name)) is not None:
+    if (first := _MATMUL_FIRST_OPERAND.get(name)) is not None:
         kept = _is_worth_keeping(*args[first : first + 2])
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -230,7 +236,7 @@ def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # 
     An adapter's second matmul takes only the adapter's rank, for as many values as the base
     layer's: if those were kept too, selective would keep more than none.
     """
-    return MIN_INNER * other_KN.shape[-2] >= other_KN.shape[-1]
+    return MAX_KEPT_EXPANSION * other_KN.shape[-2] >= other_KN.shape[-1]
 
 
 # -- Inputs of recomputed blocks in pinned host memory, copied while blocks are computed.
@@ -263,7 +269,7 @@ class OffloadedInputs:
         self.counts_only = False
         self.buffer_bytes = 0
         self._device, self._row_tokens = device, settings.row_tokens
-        self._can_move = device.type == "cuda" or settings.faults.moves_on_host
+        self._can_move = device.type == "cuda" or settings.faults.offloads_without_gpu
         self._can_move &= not settings.train.compiles
         self.is_on = self._asked = settings.parallel.offload_activations and self._can_move
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -290,14 +296,14 @@ class OffloadedInputs:
 
         return {Action.OFFLOAD_ACTIVATIONS: ActionHandle(move)}
 
-    def follow(self, stage: nn.Module) -> None:
+    def reset_at_each_pass(self, stage: nn.Module) -> None:
         """Make each pass through a stage prefetch only its own inputs."""
         stage.register_forward_pre_hook(lambda *_: self._begin_pass())
 
     def _begin_pass(self) -> None:
         self._last = None
 
-    def saving(self, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    def saving_context(self, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the first of ``args`` is offloaded when autograd saves it."""
         if not self.is_on or not args or not isinstance(args[0], torch.Tensor):
             return contextlib.nullcontext()
@@ -308,18 +314,18 @@ class OffloadedInputs:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Make later work on the device wait for all copies, as after a pass that was aborted."""
         self._leaving = self._last = None
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _move(self, x: torch.Tensor) -> "_Offloaded":
-        self._let_go()
+        self._release_copied_input()
         x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
         moved = _Offloaded(x, [self._take_block(size) for size in sizes], self._last)
-        weakref.finalize(moved, self._give_back, sizes, moved.blocks)
-        parts, on_host = moved.pair(x)
+        weakref.finalize(moved, self._return_blocks, sizes, moved.blocks)
+        parts, on_host = moved.pair_with_blocks(x)
         self._leaving = x, self._copy(on_host, parts)
         self._last = weakref.ref(moved)
         return moved
@@ -327,23 +333,23 @@ class OffloadedInputs:
     def _bring_back(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Offloaded):
             return packed  # type: ignore[no-any-return]
-        self._let_go()
-        self._begin_to_bring(packed)
+        self._release_copied_input()
+        self._begin_copy_back(packed)
         before = packed.before() if packed.before is not None else None
         if before is not None:
-            self._begin_to_bring(before)
+            self._begin_copy_back(before)
         assert packed.returning is not None, "it has been asked for"
         (x, is_there), packed.returning = packed.returning, None
         if is_there is not None:
             torch.cuda.current_stream(self._device).wait_event(is_there)
         return x
 
-    def _begin_to_bring(self, moved: "_Offloaded") -> None:
+    def _begin_copy_back(self, moved: "_Offloaded") -> None:
         if moved.returning is None:
             x = torch.empty(moved.shape, dtype=moved.dtype, device=self._device)
-            moved.returning = x, self._copy(*moved.pair(x))
+            moved.returning = x, self._copy(*moved.pair_with_blocks(x))
 
-    def _let_go(self) -> None:
+    def _release_copied_input(self) -> None:
         """Make the compute stream wait for the copy under way, and release the copy's source."""
         if self._leaving is not None and self._leaving[1] is not None:
             torch.cuda.current_stream(self._device).wait_event(self._leaving[1])
@@ -368,7 +374,7 @@ class OffloadedInputs:
         is_pinned = self._device.type == "cuda"
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
-    def _give_back(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor | None]) -> None:
+    def _return_blocks(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor | None]) -> None:
         for size, block in zip(sizes, blocks, strict=True):
             self._free[size].append(block)
 
@@ -389,7 +395,7 @@ class _Offloaded:
         self.before = before
         self.returning: tuple[torch.Tensor, Any] | None = None
 
-    def pair(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def pair_with_blocks(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the bytes of contiguous ``x`` and their places in the blocks; nothing in a trace.
 
         Both are lists with one part per block.

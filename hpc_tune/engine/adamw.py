@@ -131,7 +131,7 @@ def initial_state(
 # ``world/pinned.py``.
 
 
-class OffloadedState:
+class OffloadedAdamW:
     """Runs an AdamW whose moments are on the host; ``close`` moves them back."""
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:

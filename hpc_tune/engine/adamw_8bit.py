@@ -10,7 +10,7 @@ are a multiple of 256 values, as in most models, no block spans two rows, so sha
 same blocks as the whole matrix.
 
 Checkpoints hold the moments in fp32, for any layout and any AdamW. Moments that were quantized in
-the same blocks are restored bit for bit (``restore``); other blocks are quantized again.
+the same blocks are restored bit for bit (``quantize_exactly``); other blocks are quantized again.
 """
 
 import functools
@@ -31,7 +31,7 @@ from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
-from hpc_tune.step.size import BLOCK_8BIT, MOMENT_NAMES, is_in_8_bits
+from hpc_tune.step.size import MOMENT_NAMES, VALUES_PER_8BIT_BLOCK, has_8bit_moments
 
 _BLOCKS_AT_ONCE = 1 << 12  # dequantized at one time: 4 MiB of fp32 of each moment
 _MIN_SCALE = 1e-12  # torchao's
@@ -52,7 +52,7 @@ def require_torchao() -> None:
         ) from None
 
 
-def require_whole_slices(stage: BuiltModel) -> None:
+def require_single_slices(stage: BuiltModel) -> None:
     """Check that this rank's part of each trained tensor is one region, whose blocks can be saved.
 
     Raises:
@@ -126,9 +126,9 @@ class QuantizedMoment:
     @classmethod
     def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "QuantizedMoment":
         """Return a moment of zeros."""
-        table, num_blocks = CodeTable.on_device(signed, device), num_values // BLOCK_8BIT
+        table, num_blocks = CodeTable.on_device(signed, device), num_values // VALUES_PER_8BIT_BLOCK
         scales = torch.full((num_blocks,), _MIN_SCALE, device=device)
-        zero = torch.full((num_blocks, BLOCK_8BIT), 127 if signed else 0, device=device)
+        zero = torch.full((num_blocks, VALUES_PER_8BIT_BLOCK), 127 if signed else 0, device=device)
         return cls(zero.to(torch.uint8), scales, table)
 
     @property
@@ -136,34 +136,34 @@ class QuantizedMoment:
         """The tensors that hold it in memory."""
         return self.codes, self.scales
 
-    def blocks(self, some: slice) -> "QuantizedMoment":
+    def blocks(self, block_range: slice) -> "QuantizedMoment":
         """Return a view of some blocks."""
-        return replace(self, codes=self.codes[some], scales=self.scales[some])
+        return replace(self, codes=self.codes[block_range], scales=self.scales[block_range])
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values."""
-        return self._dequantise(self.codes, self.scales)
+        return self._dequantize(self.codes, self.scales)
 
-    def store(self, values: torch.Tensor) -> None:
+    def quantize(self, values: torch.Tensor) -> None:
         """Quantize ``values``, of shape (blocks, 256)."""
         scales = values.abs().amax(-1).clip(_MIN_SCALE)
         self.codes.copy_(self._nearest_codes(values, scales))
         self.scales.copy_(scales)
 
-    def restore(self, values: torch.Tensor) -> None:
+    def quantize_exactly(self, values: torch.Tensor) -> None:
         """Quantize what ``values()`` returned, so that it returns the same values again.
 
         A largest value that is positive has code 255, which means 1, so it is the scale. A negative
         one has code 0, which means -0.993: the scale is one of three numbers around their quotient.
         """
-        self.store(values)
+        self.quantize(values)
         wrong = (self.values() != values).any(-1)
         largest = values.abs().amax(-1) / -self.table.values[0]
         for scales in (largest, *(torch.nextafter(largest, largest * k) for k in (0, 2))):
             if not wrong.any():
                 return
             codes = self._nearest_codes(values, scales)
-            fits = wrong & (self._dequantise(codes, scales) == values).all(-1)
+            fits = wrong & (self._dequantize(codes, scales) == values).all(-1)
             self.codes[fits], self.scales[fits] = codes[fits], scales[fits]
             wrong &= ~fits
 
@@ -172,7 +172,7 @@ class QuantizedMoment:
         codes = torch.bucketize(scaled, self.table.borders, out_int32=True, right=True)
         return codes.to(torch.uint8)
 
-    def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self.table.values[codes.int()] * scales.unsqueeze(-1)
 
 
@@ -206,11 +206,15 @@ def make_optimizer(
 def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
     local = _local_tensor(parameter)
     # By the whole parameter's size, so that every layout makes the same choice.
-    if not is_in_8_bits(parameter.numel()) or local.numel() % BLOCK_8BIT or not local.numel():
+    if (
+        not has_8bit_moments(parameter.numel())
+        or local.numel() % VALUES_PER_8BIT_BLOCK
+        or not local.numel()
+    ):
         return dict(initial_state(parameter, reserve))
     num_values, device = local.numel(), parameter.device
     if device.type == "cpu":
-        reserve(len(MOMENT_NAMES) * (num_values + 4 * num_values // BLOCK_8BIT))
+        reserve(len(MOMENT_NAMES) * (num_values + 4 * num_values // VALUES_PER_8BIT_BLOCK))
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     for name in MOMENT_NAMES:
         state[name] = QuantizedMoment.zeros(num_values, name == MOMENT_NAMES[0], device)
@@ -226,14 +230,14 @@ def _update(
     if not isinstance(average, QuantizedMoment):
         _take_step(group, step, weights, grads, _local_tensor(average), _local_tensor(squares))
         return
-    weights, grads = weights.view(-1, BLOCK_8BIT), grads.view(-1, BLOCK_8BIT)
+    weights, grads = weights.view(-1, VALUES_PER_8BIT_BLOCK), grads.view(-1, VALUES_PER_8BIT_BLOCK)
     for start in range(0, len(weights), _BLOCKS_AT_ONCE):
-        some = slice(start, start + _BLOCKS_AT_ONCE)
-        held = [moment.blocks(some) for moment in (average, squares)]
+        block_range = slice(start, start + _BLOCKS_AT_ONCE)
+        held = [moment.blocks(block_range) for moment in (average, squares)]
         values = [moment.values() for moment in held]
-        _take_step(group, step, weights[some], grads[some], *values)
+        _take_step(group, step, weights[block_range], grads[block_range], *values)
         for moment, updated in zip(held, values, strict=True):
-            moment.store(updated)
+            moment.quantize(updated)
 
 
 def _take_step(
@@ -280,7 +284,7 @@ def fill_moment(
     for box, blocks in _cut_rows(moment, where.box):
         values = torch.empty(box.shape, device=moment.codes.device)
         index.fill(values, name, box.offset, reserve)
-        blocks.restore(values.view(-1, BLOCK_8BIT))
+        blocks.quantize_exactly(values.view(-1, VALUES_PER_8BIT_BLOCK))
 
 
 def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, QuantizedMoment]]:
@@ -289,13 +293,15 @@ def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, Quantiz
     ``held``: the box of the tensor that this rank has.
     """
     rows, width = held.shape[0], math.prod(held.shape[1:])
-    unit = BLOCK_8BIT // math.gcd(BLOCK_8BIT, width)
+    unit = VALUES_PER_8BIT_BLOCK // math.gcd(VALUES_PER_8BIT_BLOCK, width)
     num = max(unit, PIECE_BYTES // (4 * width) // unit * unit)
     for start in range(0, rows, num):
         stop = min(start + num, rows)
         box = Box((held.offset[0] + start, *held.offset[1:]), (stop - start, *held.shape[1:]))
-        some = slice(start * width // BLOCK_8BIT, stop * width // BLOCK_8BIT)
-        yield box, moment.blocks(some)
+        block_range = slice(
+            start * width // VALUES_PER_8BIT_BLOCK, stop * width // VALUES_PER_8BIT_BLOCK
+        )
+        yield box, moment.blocks(block_range)
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
+from hpc_tune.memory.host import make_malloc_keep_blocks, make_malloc_return_blocks
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterSums
 from hpc_tune.model.build import BuiltModel
@@ -23,7 +23,7 @@ from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.world.comm import RunAndAgree, run_alone
+from hpc_tune.world.comm import RunAndAgree, run_on_single_rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EngineSettings:
     optim: OptimConfig
     train: TrainConfig = TrainConfig()
     reserve: Reserve = reserve_nothing
-    run_and_agree: RunAndAgree = run_alone
+    run_and_agree: RunAndAgree = run_on_single_rank
     faults: Faults = NO_FAULTS
     row_tokens: int = 0
 
@@ -60,12 +60,12 @@ class EngineSettings:
 class StepResult:
     """The result of one optimizer step, the same on every rank except for its messages.
 
-    ``loss`` is the mean over the step's terms (``Batch.num_terms``) on all ranks, ``sums`` are the
-    objective's sums over these terms, and ``grad_norm`` is the L2 norm before clipping. ``comm_s``
-    is the time that this rank spent in collectives, including waiting for other ranks; a collective
-    that overlaps with compute counts only while its result is waited for. ``sent_bytes``: what this
-    rank sent, by kind of collective. ``routers``: the routers' sums of the step, in a mixture of
-    experts.
+    ``loss`` is the mean over the step's terms (``Batch.num_loss_terms``) on all ranks, ``sums`` are
+    the objective's sums over these terms, and ``grad_norm`` is the L2 norm before clipping.
+    ``comm_s`` is the time that this rank spent in collectives, including waiting for other ranks; a
+    collective that overlaps with compute counts only while its result is waited for.
+    ``sent_bytes``: what this rank sent, by kind of collective. ``routers``: the routers' sums of
+    the step, in a mixture of experts.
     """
 
     loss: float
@@ -80,13 +80,13 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step runs.
-    ``repeats_steps``: whether a step can be run again after a pass runs out of memory, because no
-    other rank waits for this one during a pass: ``accumulate`` returns the error then. ``levers``:
-    what the memory governor may change in this engine between two steps.
+    ``can_repeat_steps``: whether a step can be run again after a pass runs out of memory, because
+    no other rank waits for this one during a pass: ``accumulate`` returns the error then.
+    ``levers``: what the memory governor may change in this engine between two steps.
     """
 
     saves_in_background: bool
-    repeats_steps: bool
+    can_repeat_steps: bool
     levers: dict[Action, ActionHandle]
 
     def accumulate(
@@ -109,7 +109,7 @@ class Engine(Protocol):
     def update(self, lr: float) -> StepResult:
         """Update the weights and the optimizer state with the gradients from ``accumulate``."""
 
-    def outputs(
+    def objective_sums(
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
@@ -131,7 +131,7 @@ class Engine(Protocol):
     def load(self, index: TensorIndex, step: int) -> None:
         """Load a checkpoint that any layout saved after ``step`` optimizer steps."""
 
-    def run_once(self, batch: Batch) -> None:
+    def run_and_discard(self, batch: Batch) -> None:
         """Run a micro-batch and discard its gradients, to measure memory before training."""
 
 
@@ -157,21 +157,21 @@ def evaluate(
     Collective.
     """
     total = torch.zeros(plan.num_sums + 2, dtype=torch.float64, device=device)
-    for batch, sums in engine.outputs(batches):
+    for batch, sums in engine.objective_sums(batches):
         total[:-2] += sums.double()
-        total[-2] += batch.num_terms
+        total[-2] += batch.num_loss_terms
         total[-1] += batch.num_loss_tokens
     dist.all_reduce(total)
     *added, terms, num_tokens = total.tolist()
     return added, terms, int(num_tokens)
 
 
-def init_model(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:
+def prepare_heap_and_dropout(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:
     """Configure the heap for a model, and make dropout and noise the same in every layout."""
     if is_sharded:
-        return_freed_blocks()
+        make_malloc_return_blocks()
     else:
-        keep_freed_blocks()
+        make_malloc_keep_blocks()
     if not train.compiles:
         use_row_dropout(built.module, built.seed)
     use_neftune(built.module, built.tune.neftune_alpha, built.seed)

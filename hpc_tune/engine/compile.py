@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.log import SAME_ON_ALL_RANKS, log
 from hpc_tune.memory.host import COMPILE_WORKER_BYTES
 from hpc_tune.memory.policy import COMPILING_SHARE
 from hpc_tune.model.loss import (
@@ -65,14 +65,14 @@ def _compile_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors whose first dimension is a number of tokens."""
     compiled = torch.compile(function)
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run_compiled(*tensors: torch.Tensor) -> Any:
         if len(tensors[0]) < 2:  # torch would compile another graph for size 1
             return function(*tensors)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(*tensors)
 
-    return run
+    return run_compiled
 
 
 def prepare_compiler(
@@ -111,9 +111,9 @@ def prepare_compiler(
         log.warning(
             "train.compile=true may gain nothing on CPUs: hpc_tune's own layers were as fast where "
             "both were measured, and need no compiling; compare tokens/s with train.compile=false",
-            extra=ON_ALL_RANKS,
+            extra=SAME_ON_ALL_RANKS,
         )
-    workers = num_workers(threads, host_bytes)
+    workers = num_compile_workers(threads, host_bytes)
     config.compile_threads = workers
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.reset()
@@ -185,13 +185,13 @@ def compiling_in_process(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def num_workers(threads: int, host_bytes: int) -> int:
+def num_compile_workers(threads: int, host_bytes: int) -> int:
     """Return how many compile workers a rank may have; with one, it compiles in its own process."""
     return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILE_WORKER_BYTES))
 
 
 def _compile_forward(forward: Forward) -> Forward:
-    def within(
+    def forward_within_documents(
         self: nn.Module,
         starts_N: torch.Tensor | None,
         longest_L: torch.Tensor | None,
@@ -206,9 +206,9 @@ def _compile_forward(forward: Forward) -> Forward:
         with batch_context.using(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 
-    compiled = torch.compile(within)
+    compiled = torch.compile(forward_within_documents)
 
-    def run(self: nn.Module, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_compiled(self: nn.Module, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_BTD.shape[1] == 1:
             # The empty batch: torch would compile another graph for size 1.
             return forward(self, hidden_BTD, *args, **kwargs)
@@ -216,10 +216,10 @@ def _compile_forward(forward: Forward) -> Forward:
             # After a frozen embedding, the first block alone would be compiled without a gradient
             # for its input, which doubles the time to compile.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
-        _mark_lengths(hidden_BTD, args, kwargs)
+        _mark_dynamic_lengths(hidden_BTD, args, kwargs)
         return compiled(self, *_document_starts(), hidden_BTD, *args, **kwargs)
 
-    return run
+    return run_compiled
 
 
 def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -235,7 +235,7 @@ def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     return both
 
 
-def _mark_lengths(*values: Any) -> None:
+def _mark_dynamic_lengths(*values: Any) -> None:
     """Mark rows and tokens as dynamic, so that ragged lengths share one graph.
 
     compile(dynamic=True) is not enough: where T equals D, it takes both for one fixed size.

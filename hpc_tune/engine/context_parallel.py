@@ -10,12 +10,12 @@ from hpc_tune import torch_versions
 from hpc_tune.batch import Batch
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.mesh import LARGE_BYTES, wait_until_connected
+from hpc_tune.engine.mesh import LARGE_MESSAGE_BYTES, wait_until_connected
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.kernels import why_no_parts
+from hpc_tune.model.kernels import why_no_partial_documents
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import force_document_attention
-from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, share_batch
+from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, cut_batch_to_rank
 from hpc_tune.step.layout import Layout
 
 
@@ -32,7 +32,7 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
     if len(ranks) < layout.size:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
     if device.type == "cuda":
-        whole = torch.zeros(LARGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
+        whole = torch.zeros(LARGE_MESSAGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
         dist.all_reduce(whole, group=group)
         dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
         part = whole[: len(whole) // len(ranks)].clone()
@@ -42,7 +42,7 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
     return group
 
 
-def make_share(
+def make_row_share(
     group: dist.ProcessGroup | None,
     collectives: CountedCollectives,
     settings: EngineSettings,
@@ -57,12 +57,14 @@ def make_share(
     messages = RowCollectives(
         lambda out, x: collectives.all_to_all(out, x, None, None, group),
         partial(collectives.all_reduce, group=group),
-        partial(collectives.gather_parts, group=group),
-        partial(collectives.sum_parts, group=group),
+        partial(collectives.all_gather_into, group=group),
+        partial(collectives.reduce_scatter_into, group=group),
     )
     part = settings.plan.row_part(group.rank())
-    takes_parts = not (part.head_tail and why_no_parts(settings.plan.model, dtype, settings.device))
-    return RankShare(part, messages, takes_parts)
+    kernel_takes_parts = not (
+        part.is_head_tail and why_no_partial_documents(settings.plan.model, dtype, settings.device)
+    )
+    return RankShare(part, messages, kernel_takes_parts)
 
 
 def share_attention(module: LossModel, share: SharedRows | None) -> None:
@@ -80,7 +82,7 @@ def share_attention(module: LossModel, share: SharedRows | None) -> None:
     share.uses_eager, module.share = uses_eager, share
 
 
-def can_share_attention(module: LossModel) -> bool:
+def try_sharing_attention(module: LossModel) -> bool:
     """Return whether ``share_attention`` is possible; replaces the attention to find out."""
     return not module.needs_mask and force_document_attention(module.causal_lm()) is not None
 
@@ -89,4 +91,4 @@ def share_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Bat
     """Return this rank's tokens of each batch."""
     if share is None:
         return list(batches)
-    return [share_batch(batch, share.part) for batch in batches]
+    return [cut_batch_to_rank(batch, share.part) for batch in batches]

@@ -62,12 +62,16 @@ class CountedCollectives:
             dist.all_gather(parts, tensor, group=group)
         return parts
 
-    def gather_parts(self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def all_gather_into(
+        self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
         """Fill ``out`` with every rank's ``part``, in order; both are contiguous."""
         with self.counted("all_gather", sent_bytes("all_gather", group.size(), out.nbytes)):
             torch_versions.all_gather(out, part, group)
 
-    def sum_parts(self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def reduce_scatter_into(
+        self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
         """Fill ``out`` with this rank's part of the sum of all ``whole``; both are contiguous."""
         sent = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
         with self.counted("reduce_scatter", sent):
@@ -98,7 +102,7 @@ class CountedCollectives:
         self.count("send", tensor.nbytes)
         return dist.isend(tensor, target, group)
 
-    def gather_shards(
+    def all_gather_uncounted(
         self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         """Gather every rank's part of an FSDP2 unit; the caller counts the bytes."""
@@ -122,11 +126,11 @@ class CountedCollectives:
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
         """Count bytes and the time of the block, on a GPU the time of the current stream."""
         self.count(kind, num_bytes)
-        with self.waiting():
+        with self.timing_wait():
             yield
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def timing_wait(self) -> Iterator[None]:
         """Count the time of the block, which contains messages and nothing else."""
         if not self._counts:
             yield
@@ -139,7 +143,7 @@ class CountedCollectives:
         start = torch.cuda.Event(enable_timing=True)
         start.record()
         yield
-        self._events.append((start, self._record_time()))
+        self._events.append((start, self._record_timed_event()))
 
     @contextmanager
     def counted_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
@@ -151,16 +155,16 @@ class CountedCollectives:
         self.count(kind, num_bytes)
         yield
 
-    def record_end(self) -> Any:
+    def record_end_event(self) -> Any:
         """Record an event on a GPU's current stream; None on a CPU, or if nothing is counted."""
-        return self._record_time() if self._cuda and self._counts else None
+        return self._record_timed_event() if self._cuda and self._counts else None
 
-    def wait_for(self, done: Any, since: Any = None) -> None:
+    def count_wait_until(self, done: Any, since: Any = None) -> None:
         """Count the time until ``done``, an event of another stream, from ``since`` or from now."""
         if done is not None and self._counts:
-            self._events.append((since or self._record_time(), done))
+            self._events.append((since or self._record_timed_event(), done))
 
-    def _record_time(self) -> Any:
+    def _record_timed_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -181,7 +185,7 @@ class _FsdpCollective:
         self._collectives = collectives
         self._done: Any = None
 
-    def take_done(self) -> Any:
+    def pop_end_event(self) -> Any:
         """Return the GPU's event of the end of the last message, only once; else None."""
         done, self._done = self._done, None
         return done
@@ -203,8 +207,10 @@ class FsdpAllGather(_FsdpCollective):
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
         with self._collectives.counted_overlapped("all_gather", sent):
-            work = self._collectives.gather_shards(output_tensor, input_tensor, group, async_op)
-        self._done = self._collectives.record_end()
+            work = self._collectives.all_gather_uncounted(
+                output_tensor, input_tensor, group, async_op
+            )
+        self._done = self._collectives.record_end_event()
         return work
 
 
@@ -226,7 +232,7 @@ class FsdpReduceScatter(_FsdpCollective):
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.counted_overlapped("reduce_scatter", sent):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
-        self._done = self._collectives.record_end()
+        self._done = self._collectives.record_end_event()
         return work
 
 
@@ -246,10 +252,12 @@ def time_fsdp_waits(module: nn.Module, collectives: CountedCollectives) -> None:
     """Time how long a GPU waits for the messages of the sharded units of ``module``."""
     sums = ReduceScatterWaits(collectives)
     for group in {id(group): group for group in _fsdp_groups(module)}.values():
-        time_group(group, collectives, sums)
+        time_group_waits(group, collectives, sums)
 
 
-def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatterWaits") -> None:
+def time_group_waits(
+    group: Any, collectives: CountedCollectives, sums: "ReduceScatterWaits"
+) -> None:
     """Time the waits of one of FSDP2's parameter groups; the groups of a module share ``sums``."""
     wait, finalize = group.wait_for_unshard, group.finalize_backward
     post_backward, reshard = group.post_backward, group.reshard
@@ -257,20 +265,20 @@ def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatter
     def timed_wait() -> None:
         gather = group._all_gather_comm
         if group._all_gather_result is not None and isinstance(gather, FsdpAllGather):
-            collectives.wait_for(gather.take_done())
+            collectives.count_wait_until(gather.pop_end_event())
         wait()
 
     def timed_post_backward(*unused: Any) -> None:
-        sums.begin(group)
+        sums.begin_wait(group)
         post_backward(*unused)
-        sums.end(group)
+        sums.end_wait(group)
 
     def timed_reshard() -> None:
         reshard()
         sums.restart_wait()
 
     def timed_finalize() -> None:
-        with collectives.waiting():
+        with collectives.timing_wait():
             finalize()
 
     group.wait_for_unshard, group.finalize_backward = timed_wait, timed_finalize
@@ -289,23 +297,23 @@ class ReduceScatterWaits:
         self._pending: list[tuple[Any, Any]] = []  # of each FSDP2's event, and a timed one
         self._start_event: Any = None
 
-    def begin(self, group: Any) -> None:
+    def begin_wait(self, group: Any) -> None:
         """Note that the gradients of ``group`` are complete."""
-        self._start_event = self._collectives.record_end() if _pending_events(group) else None
+        self._start_event = self._collectives.record_end_event() if _pending_events(group) else None
 
     def restart_wait(self) -> None:
         """If there is a sum to wait for, let the wait begin here."""
         if self._start_event is not None:
-            self._start_event = self._collectives.record_end()
+            self._start_event = self._collectives.record_end_event()
 
-    def end(self, group: Any) -> None:
+    def end_wait(self, group: Any) -> None:
         """Note that FSDP2 has waited for the sums it no longer keeps, and has begun the next."""
         kept, since, self._start_event = _pending_events(group), self._start_event, None
         for event, done in self._pending:
             if since is not None and not any(event is other for other in kept):
-                self._collectives.wait_for(done, since)
+                self._collectives.count_wait_until(done, since)
         scatter = group._reduce_scatter_comm
-        last = scatter.take_done() if isinstance(scatter, FsdpReduceScatter) else None
+        last = scatter.pop_end_event() if isinstance(scatter, FsdpReduceScatter) else None
         known = {id(event): done for event, done in self._pending}
         self._pending = [(event, known.get(id(event), last)) for event in kept]
 

@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of a layer are spread over ranks, and tokens are sent to them.
 
     distribute_experts  stacks -> this rank's experts of each, unsharded, on the meta device
-    dispatch_tokens     an experts' module sends tokens to the ranks of their experts, and back
+    add_token_dispatch  an experts' module sends tokens to the ranks of their experts, and back
 
 Each rank has tokens of its own. If experts were sharded, each rank would gather all of them for its
 tokens; here experts stay in place and tokens move: a token's hidden values, once for each of its
@@ -29,7 +29,7 @@ from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
-from hpc_tune.model.experts import find_stacks
+from hpc_tune.model.experts import find_stacked_experts
 from hpc_tune.model.micro_batch import batch_context
 from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
@@ -41,7 +41,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         ConfigError: if the experts cannot be spread, or tokens cannot be sent to them.
     """
     slices: dict[nn.Parameter, Slice] = {}
-    for path, layer in find_stack_modules(built.module):
+    for path, layer in find_expert_stack_modules(built.module):
         for stack in find_expert_stacks(layer):
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
@@ -55,7 +55,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         while hasattr(layer, "base_layer"):
             layer.num_experts //= ranks
             layer = layer.base_layer
-    if not slices and built.module.first_stage and built.module.last_stage:
+    if not slices and built.module.is_first_stage and built.module.is_last_stage:
         raise ConfigError(
             f"parallel.expert={ranks}: a {built.config.model_type} model has no experts; "
             "leave it out"
@@ -64,23 +64,25 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
     return replace(built, slices={name: slices[p] for name, p in named if p in slices})
 
 
-def dispatch_tokens(
+def add_token_dispatch(
     module: nn.Module, group: dist.ProcessGroup, collectives: CountedCollectives
 ) -> None:
     """Make each experts' module compute what all ranks of ``group`` route to this rank's experts.
 
     To be called once the module's own forward is final. Each pass of the module is collective.
     """
-    for _, layer in find_stack_modules(module):
+    for _, layer in find_expert_stack_modules(module):
         owner = find_expert_stacks(layer)[0].owner
         local: Callable[..., torch.Tensor] = layer.forward
         exchange = _TokenExchange(group, collectives, owner.num_experts)
         layer.forward = types.MethodType(_with_dispatch(local, exchange), layer)
 
 
-def find_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
+def find_expert_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with stacks of experts, including the adapters around them."""
-    roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in find_stacks(module))
+    roots = dict.fromkeys(
+        path.replace(".base_layer", "") for path, _ in find_stacked_experts(module)
+    )
     return [(path, module.get_submodule(path)) for path in roots]
 
 
@@ -89,7 +91,7 @@ def _cut_stack(
 ) -> None:
     """Cut a stack, its bias (a row for each expert), and its adapters."""
     num_experts, owner = stack.parameter.shape[0], stack.owner
-    each = num_experts // ranks
+    experts_per_rank = num_experts // ranks
 
     def cut(part: Any, name: str, dim: int, parts: int = 1, rows: int = 1) -> None:
         full = getattr(part, name)
@@ -98,7 +100,7 @@ def _cut_stack(
         with _disable_current_modes():  # a trace allocates it later, like all others
             values = torch.empty(shape, dtype=full.dtype, device=full.device)
             spread = nn.Parameter(values, full.requires_grad)
-        slices[spread] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
+        slices[spread] = Slice(dim, rank * experts_per_rank * rows, tuple(full.shape), parts)
         setattr(part, name, spread)
 
     cut(owner, stack.name, 0)
@@ -108,16 +110,16 @@ def _cut_stack(
         rank_of_adapter = a.weight.shape[0] // num_experts
         cut(a, "weight", 0, rows=rank_of_adapter)  # expert after expert
         cut(b, "weight", 1, parts=rank_of_adapter)  # all experts' first column, their second, ...
-    owner.num_experts = each
+    owner.num_experts = experts_per_rank
 
 
 class _TokenExchange:
     """Sends rows to the ranks of their experts, and back."""
 
     def __init__(
-        self, group: dist.ProcessGroup, collectives: CountedCollectives, each: int
+        self, group: dist.ProcessGroup, collectives: CountedCollectives, experts_per_rank: int
     ) -> None:
-        self.group, self.collectives, self.each = group, collectives, each
+        self.group, self.collectives, self.experts_per_rank = group, collectives, experts_per_rank
 
     @outside_recompute
     def exchange_counts(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -126,16 +128,18 @@ class _TokenExchange:
         The host reads the sums, of rows sent and rows received, and allocates by them. A layer that
         is recomputed reuses those of its first pass: no message, and the host does not wait.
         """
-        sent = torch.zeros(self.group.size() * self.each, dtype=torch.int64, device=ids_S.device)
+        sent = torch.zeros(
+            self.group.size() * self.experts_per_rank, dtype=torch.int64, device=ids_S.device
+        )
         sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
-        kept = batch_context.batch.kept
-        if kept is None:
+        recompute_cache = batch_context.batch.recompute_cache
+        if recompute_cache is None:
             return self._exchange_row_counts(sent, len(ids_S))
-        if self not in kept:
-            kept[self] = sent, self._exchange_row_counts(sent, len(ids_S))
-        first, rows = kept[self]
+        if self not in recompute_cache:
+            recompute_cache[self] = sent, self._exchange_row_counts(sent, len(ids_S))
+        first, rows = recompute_cache[self]
         if first is not sent and not isinstance(sent, FakeTensor):
-            _require_same(first, sent)
+            _assert_same_counts(first, sent)
         return cast("tuple[torch.Tensor, list[int], list[int]]", rows)
 
     def _exchange_row_counts(
@@ -145,7 +149,7 @@ class _TokenExchange:
         ranks = self.group.size()
         come = torch.empty_like(sent)
         self.collectives.all_to_all(come, sent, None, None, self.group)
-        both = torch.stack([sent, come]).view(2, ranks, self.each)
+        both = torch.stack([sent, come]).view(2, ranks, self.experts_per_rank)
         if isinstance(sent, FakeTensor):
             first, rest = divmod(num_rows, ranks)
             even = [first + (number < rest) for number in range(ranks)]
@@ -159,7 +163,7 @@ class _TokenExchange:
         return out
 
 
-def _require_same(first: torch.Tensor, again: torch.Tensor) -> None:
+def _assert_same_counts(first: torch.Tensor, again: torch.Tensor) -> None:
     """Make the device fail if counts differ, so that the host does not wait for it."""
     chosen_anew = "a recomputed router chose other experts than in its first pass"
     torch._assert_async((first == again).all(), chosen_anew)
@@ -204,7 +208,7 @@ def _with_dispatch(
         rows, send, receive = exchange.exchange_counts(ids_S)
         come_H = exchange(send_SH, send, receive)
         del send_SH
-        own = torch.arange(exchange.each, device=rows.device).repeat(len(rows))
+        own = torch.arange(exchange.experts_per_rank, device=rows.device).repeat(len(rows))
         own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
         if not receive or not sum(receive):  # matmuls need a row, and weights need a gradient
             come_H, own = (

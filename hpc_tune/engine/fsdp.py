@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
-from hpc_tune.engine.expert_parallel import find_stack_modules
+from hpc_tune.engine.expert_parallel import find_expert_stack_modules
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.layers import is_vector
@@ -49,20 +49,20 @@ def shard(
     The plan decides what stays whole on every rank. Frozen weights are sharded within each replica
     and never reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
     """
-    full, parallel = plan.size.is_full, plan.parallel
+    full, parallel = plan.size.is_fully_trained, plan.parallel
     named = built.module.named_parameters()
     whole = {p for n, p in named if plan.stays_whole(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
-        experts = [part for _, part in find_stack_modules(built.module)]
+        experts = [part for _, part in find_expert_stack_modules(built.module)]
     elif mesh.layout.expert > 1:  # spread, with nothing left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
-    if plan.gathers_cast and built.module.first_stage:
+    if plan.casts_before_gather and built.module.is_first_stage:
         # Weights are gathered in bf16; activations between blocks are fp32, as without sharding.
         embedding = built.module.causal_lm().get_input_embeddings()
         embedding.register_forward_hook(lambda module, args, out: out.float())
     mixed = MixedPrecisionPolicy(
-        param_dtype=built.dtype if plan.gathers_cast else None,
+        param_dtype=built.dtype if plan.casts_before_gather else None,
         reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
         cast_forward_inputs=False,
     )
@@ -71,19 +71,19 @@ def shard(
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     let_fsdp_shard_integers()
     for unit in [*experts, *_fsdp_units(built, blocks, parallel.blocks_per_unit)]:
-        of_experts = unit in experts
-        ranks = mesh.weights(with_replicas=full, of_experts=of_experts)
+        for_experts = unit in experts
+        ranks = mesh.weight_mesh(with_replicas=full, for_experts=for_experts)
         is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
         fully_shard(
             unit,
             mesh=ranks,
             reshard_after_forward=parallel.reshard == "block" and not is_end,
-            shard_placement_fn=partial(_placement, ranks.size(-1)) if of_experts else None,
+            shard_placement_fn=partial(_placement, ranks.size(-1)) if for_experts else None,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
         )
-        if of_experts:
+        if for_experts:
             _gather_outside_recompute(unit)
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays gathered for its backward pass, which comes next and then needs no gathering.
@@ -93,7 +93,7 @@ def shard(
             del unit.head
     replicas = mesh.layout.replicate if full else 1
     for module in _sharded_modules(built.module):
-        _sum_and_count(module, replicas, collectives)
+        _use_counted_sums(module, replicas, collectives)
 
 
 def _fsdp_units(
@@ -103,9 +103,9 @@ def _fsdp_units(
     units: list[nn.Module | list[nn.Module]] = [
         blocks[i : i + blocks_per_unit] for i in range(0, len(blocks), blocks_per_unit)
     ]
-    if built.tied is None and built.module.first_stage:
+    if built.tied is None and built.module.is_first_stage:
         units.append(built.module.causal_lm().get_input_embeddings())
-    if built.tied is None and built.module.last_stage:
+    if built.tied is None and built.module.is_last_stage:
         built.module.head_unit = HeadUnit(built.module.causal_lm().get_output_embeddings())
         units.append(built.module.head_unit)
     return [*units, built.module]
@@ -144,7 +144,7 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollectives) -> None:
+def _use_counted_sums(module: FSDPModule, replicas: int, collectives: CountedCollectives) -> None:
     """Make a unit sum gradients over the ranks instead of averaging, and count its messages.
 
     The loss is a sum over the global tokens. ``replicas``: the copies of what is trained.
@@ -161,25 +161,26 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
         module.set_all_reduce_hook(count_all_reduce)
 
 
-def prepare_backward(module: LossModel, is_last: bool, keep: bool) -> None:
-    """Prepare a backward pass; ``keep`` gathered weights and whole gradients until the step's last.
+def prepare_backward(module: LossModel, is_last: bool, keeps_gathered: bool) -> None:
+    """Prepare a backward pass.
 
+    With ``keeps_gathered``, gathered weights and whole gradients stay until the step's last pass.
     Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last pass. FSDP2
     gathers an untied embedding in backward passes too, which do not need it. If it is frozen, the
     next forward pass finds it gathered, so only the last pass skips that; if trained, all do.
     """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last or not keep)
+        module.set_requires_gradient_sync(is_last or not keeps_gathered)
         module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)
-        module.set_reshard_after_backward(is_last or not keep)
+        module.set_reshard_after_backward(is_last or not keeps_gathered)
         embedding: nn.Module = module.causal_lm().get_input_embeddings()
         is_trained = any(parameter.requires_grad for parameter in embedding.parameters())
         if isinstance(embedding, FSDPModule):
             embedding.set_unshard_in_backward(not is_last and not is_trained)
 
 
-def release_gathered(module: nn.Module) -> None:
+def release_gathered_weights(module: nn.Module) -> None:
     """Leave a rank only its shards: passes without a backward pass keep what they gather."""
     for sharded in _sharded_modules(module):
         sharded.reshard()

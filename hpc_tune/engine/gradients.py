@@ -26,17 +26,17 @@ _VALUES_AT_ONCE = 1 << 22
 class TrainedWeight:
     """One trained parameter of this rank.
 
-    ``partial``: its gradient is a partial sum over the tensor axis. ``copies``: how many ranks hold
-    the same values. ``tied``: it is the last stage's copy of the embedding, which the first stage
-    owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it belongs to
-    experts that are spread over ranks of the shard axis.
+    ``partial``: its gradient is a partial sum over the tensor axis. ``num_copies``: how many ranks
+    hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
+    stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it belongs
+    to experts that are spread over ranks of the shard axis.
     """
 
     name: str
     stage: BuiltModel
     parameter: nn.Parameter
     partial: bool
-    copies: int
+    num_copies: int
     tied: bool
     writes: bool
     is_expert_parallel: bool = False
@@ -58,26 +58,28 @@ class TrainedWeight:
         return local_region(self.parameter.grad)[0]
 
 
-def list_trained(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[TrainedWeight]:
+def list_trained_weights(
+    stage: BuiltModel, mesh: Mesh, partial: frozenset[str]
+) -> list[TrainedWeight]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
     layout, coordinates, trained = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
-        spread = sliced and layout.expert > 1
-        with_copy = layout.expert if spread else 1  # ranks of the shard axis per full copy
-        copies = layout.replicate
-        copies *= 1 if sharded else layout.shard // with_copy
-        copies *= 1 if sliced else layout.tensor
-        tied = not stage.module.first_stage and stage.saved_names[name] == stage.tied
+        is_spread = sliced and layout.expert > 1
+        with_copy = layout.expert if is_spread else 1  # ranks of the shard axis per full copy
+        num_copies = layout.replicate
+        num_copies *= 1 if sharded else layout.shard // with_copy
+        num_copies *= 1 if sliced else layout.tensor
+        tied = not stage.module.is_first_stage and stage.saved_names[name] == stage.tied
         writes = (
             coordinates.replicate == 0
             and (sharded or coordinates.shard < with_copy)
             and (sliced or coordinates.tensor == 0)
             and not tied
         )
-        told = (name in partial, copies, tied, writes, spread)
+        told = (name in partial, num_copies, tied, writes, is_spread)
         trained.append(TrainedWeight(name, stage, parameter, *told))
     return trained
 
@@ -91,7 +93,7 @@ class Bucket:
 
     grads: torch.Tensor
     group: dist.ProcessGroup | None
-    copies: int
+    num_copies: int
     tied: bool
     parameters: Sequence[nn.Parameter]
 
@@ -158,10 +160,10 @@ def make_buckets(
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained:
         if not weight.is_sharded:
-            key = weight.partial, weight.copies, weight.tied, weight.is_expert_parallel
+            key = weight.partial, weight.num_copies, weight.tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, copies, tied, spread), parameters in groups.items():
+    for (partial, num_copies, tied, is_spread), parameters in groups.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
             reserve(num * parameters[0].dtype.itemsize)
@@ -170,39 +172,42 @@ def make_buckets(
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
-        group = mesh.group(*plan.reducing_axes(partial, spread))
-        buckets.append(Bucket(flat, group, copies, tied, parameters))
+        group = mesh.group(*plan.reduction_axes(partial, is_spread))
+        buckets.append(Bucket(flat, group, num_copies, tied, parameters))
     return buckets
 
 
 def sum_squares(
-    buckets: Sequence[Bucket], sharded: Sequence[TrainedWeight], device: torch.device, spread: bool
+    buckets: Sequence[Bucket],
+    sharded: Sequence[TrainedWeight],
+    device: torch.device,
+    is_spread: bool,
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
-    If weights are ``spread`` over ranks, each is divided by its number of copies, so that the sum
-    over all ranks counts it once.
+    If ``is_spread``, weights are spread over ranks, and each is divided by its number of copies, so
+    that the sum over all ranks counts it once.
     """
-    counted = [(b.grads, b.copies if spread else 1) for b in buckets if not b.tied]
+    counted = [(b.grads, b.num_copies if is_spread else 1) for b in buckets if not b.tied]
     counted += [
-        (weight.local_grad, weight.copies)
+        (weight.local_grad, weight.num_copies)
         for weight in sharded
         if weight.parameter.grad is not None and not weight.tied
     ]
     on_host = torch.zeros((), dtype=torch.float64)
     on_device: dict[int, list[torch.Tensor]] = {}
-    for grad, copies in counted:
+    for grad, num_copies in counted:
         if grad.device.type == "cpu":
-            on_host += _sum_squares_fp64(grad) / copies
+            on_host += _sum_squares_fp64(grad) / num_copies
         else:
-            on_device.setdefault(copies, []).append(grad)
+            on_device.setdefault(num_copies, []).append(grad)
     if device.type == "cpu":
         return on_host
     total = torch.zeros((), dtype=torch.float64, device=device)
     if any(grad.device.type == "cpu" for grad, _ in counted):
         total += on_host.pin_memory().to(device, non_blocking=True)
-    for copies, grads in on_device.items():
-        total += _sum_squares_fused(grads) / copies
+    for num_copies, grads in on_device.items():
+        total += _sum_squares_fused(grads) / num_copies
     return total
 
 

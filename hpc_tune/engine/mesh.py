@@ -69,13 +69,13 @@ class Mesh:
         if uses_fsdp and layout.expert > 1:
             self._shards_of_experts = self._make_meshes("expert_shard", device)
 
-    def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
+    def weight_mesh(self, with_replicas: bool, for_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
 
-        ``of_experts``: the mesh for experts that are spread over ranks.
+        ``for_experts``: the mesh for experts that are spread over ranks.
         """
         assert self._shards is not None, "no weights are sharded"
-        alone, replicated = self._shards_of_experts if of_experts else self._shards
+        alone, replicated = self._shards_of_experts if for_experts else self._shards
         return replicated if with_replicas else alone
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
@@ -89,7 +89,7 @@ class Mesh:
             alone = _SingletonMesh(device.type, torch.tensor([dist.get_rank()]), [None])
         if replicate == 1:
             return alone, alone
-        replicas = self._group_of("replicate")
+        replicas = self._group_along("replicate")
         if shards is None:
             return alone, _SingletonMesh(device.type, ranks, [replicas, None], names)
         groups = [replicas, shards]
@@ -99,13 +99,13 @@ class Mesh:
         """Return the groups of several ranks, in the order in which all ranks made them."""
         return [world_group(), *self._groups_by_ranks.values()] if self.layout.size > 1 else []
 
-    def exchanging_groups(self) -> list[dist.ProcessGroup]:
+    def all_to_all_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups that send all-to-all messages: for experts, and for shared rows."""
         return [group for axis in GROUPING_AXES if (group := self.group(axis)) is not None]
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""
-        return self._group_of(*names) if len(self._ranks_along(*names)) > 1 else None
+        return self._group_along(*names) if len(self._ranks_along(*names)) > 1 else None
 
     def first_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group of a pipeline's first and last rank, None between them. Collective.
@@ -118,12 +118,12 @@ class Mesh:
         if dist.get_rank() in between:
             mirror_group_creation([first, last])
             return None
-        return self._group_with((first, last))
+        return self._group_of_ranks((first, last))
 
-    def _group_of(self, *names: str) -> dist.ProcessGroup:
-        return self._group_with(self._ranks_along(*names))
+    def _group_along(self, *names: str) -> dist.ProcessGroup:
+        return self._group_of_ranks(self._ranks_along(*names))
 
-    def _group_with(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         assert len(ranks) > 1, "a rank needs no group for itself"
         if len(ranks) == self.layout.size:
             return world_group()
@@ -186,14 +186,14 @@ class _SingleRankGroup:
 # training would need that memory on a device that is already full.
 
 
-LARGE_BYTES = 64 << 20
+LARGE_MESSAGE_BYTES = 64 << 20
 
 
 def send_large_messages(
     mesh: Mesh,
     edges: Mapping[tuple[int, Literal["forward", "backward"]], dist.ProcessGroup],
     device: torch.device,
-    num_bytes: int = LARGE_BYTES,
+    num_bytes: int = LARGE_MESSAGE_BYTES,
 ) -> None:
     """Send ``num_bytes`` by each collective of the engine over the groups of ``mesh``. Collective.
 
@@ -208,7 +208,7 @@ def send_large_messages(
         torch_versions.all_gather(used, part, group)
         torch_versions.reduce_scatter(part, used, dist.ReduceOp.SUM, group)
         wait_until_connected(device)
-    for group in mesh.exchanging_groups():
+    for group in mesh.all_to_all_groups():
         even = whole[: len(whole) // group.size() * group.size()]
         dist.all_to_all_single(torch.empty_like(even), even, group=group)
         wait_until_connected(device)

@@ -23,26 +23,32 @@ from hpc_tune.engine.activation_checkpoint import (
     checkpoint_blocks,
     recompute_levers,
 )
-from hpc_tune.engine.adamw import OffloadedState, set_lr
+from hpc_tune.engine.adamw import OffloadedAdamW, set_lr
 from hpc_tune.engine.adamw_8bit import (
     QuantizedMoment,
     fill_moment,
     make_optimizer,
     moment_regions,
+    require_single_slices,
     require_torchao,
-    require_whole_slices,
 )
-from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
+from hpc_tune.engine.base import (
+    EngineSettings,
+    StepResult,
+    autocast,
+    prepare_heap_and_dropout,
+    seed_micro_batch,
+)
 from hpc_tune.engine.compile import compile_blocks, compile_loss
-from hpc_tune.engine.context_parallel import make_share, share_attention, share_batches
+from hpc_tune.engine.context_parallel import make_row_share, share_attention, share_batches
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
-from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
-from hpc_tune.engine.fsdp import prepare_backward, release_gathered, shard
+from hpc_tune.engine.expert_parallel import add_token_dispatch, distribute_experts
+from hpc_tune.engine.fsdp import prepare_backward, release_gathered_weights, shard
 from hpc_tune.engine.gradients import (
     Bucket,
     OverlappedAllReduce,
     TrainedWeight,
-    list_trained,
+    list_trained_weights,
     make_buckets,
     sum_squares,
 )
@@ -53,9 +59,9 @@ from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.build import BuiltModel, LocalRegion
-from hpc_tune.model.float8 import check_float8, use_float8
-from hpc_tune.model.layers import find_blocks, find_unquantised_layers, use_own_layers
-from hpc_tune.model.load import allocate, finish_dora, load_weights
+from hpc_tune.model.float8 import check_float8, convert_to_torchao_float8
+from hpc_tune.model.layers import find_blocks, find_unquantized_layers, use_faster_layers
+from hpc_tune.model.load import allocate, init_sharded_magnitudes, load_weights
 from hpc_tune.model.lora_linear import AdapterCopies
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
@@ -140,7 +146,7 @@ class NativeEngine:
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
         sharing = self._mesh.group("context")
-        self._share = make_share(sharing, self._collectives, settings, built.dtype)
+        self._share = make_row_share(sharing, self._collectives, settings, built.dtype)
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0
@@ -153,21 +159,21 @@ class NativeEngine:
             ),
         )
         for stage in self.stages:
-            finish_dora(stage)
+            init_sharded_magnitudes(stage)
             share_attention(stage.module, self._share)
         modules = [stage.module for stage in self.stages]
-        self._watch.attach(modules, device)
+        self._watch.hook_routers(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
         self.pieces = RowPieces(blocks, settings)
         self.levers = self._make_levers(blocks)
         self._sharded = [t for t in self._trained if t.is_sharded]
-        self.repeats_steps = plan.only_replicates
+        self.can_repeat_steps = plan.only_replicates
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
             if plan.only_replicates and bucket.group is not None
         ]
-        self._offloaded: OffloadedState | None = None
+        self._offloaded: OffloadedAdamW | None = None
         self._pipeline = None
         if layout.pipeline > 1:
             wire = torch.float32 if plan.activation_itemsize == 4 else built.dtype
@@ -185,11 +191,11 @@ class NativeEngine:
         try:
             sums = self._forward_backward(batches, global_terms, self._overlapped)
         except torch.OutOfMemoryError as error:
-            if not self.repeats_steps:
+            if not self.can_repeat_steps:
                 raise
             ran_out = error.with_traceback(None)  # its frames would keep the pass's tensors
             self._adapters.forget_results()
-            self.inputs.settle()
+            self.inputs.wait_for_copies()
         # Other ranks wait for these messages.
         self._reduce_gradients()
         sums = torch.cat([sums, self._watch.sums])
@@ -207,11 +213,11 @@ class NativeEngine:
         *sums, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.pop_totals()
         sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
-        routers = self._watch.read(of_routers)
+        routers = self._watch.interpret_sums(of_routers)
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums, routers)
 
     @torch.no_grad()
-    def outputs(
+    def objective_sums(
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
@@ -237,17 +243,17 @@ class NativeEngine:
                 used = share_batches(whole, self._share)
                 self._copies.begin(used)
                 if self._pipeline is not None:
-                    outputs = self._pipeline.evaluate(used, self._forward)
+                    objective_sums = self._pipeline.evaluate(used, self._forward)
                 else:
-                    outputs = [self._forward(0, batch, None) for batch in used]
+                    objective_sums = [self._forward(0, batch, None) for batch in used]
                 if self._share is not None:
-                    outputs = [self._share.add_up(out) for out in outputs]
+                    objective_sums = [self._share.sum_over_ranks(out) for out in objective_sums]
                 places = self._mesh.coordinates
-                if outputs and places.tensor == places.context == 0:
-                    yield from zip(whole, outputs, strict=True)
+                if objective_sums and places.tensor == places.context == 0:
+                    yield from zip(whole, objective_sums, strict=True)
         finally:
             for module in modules:
-                release_gathered(module)
+                release_gathered_weights(module)
                 module.train()
                 module.objective = trained
 
@@ -288,7 +294,7 @@ class NativeEngine:
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
-    def run_once(self, batch: Batch) -> None:
+    def run_and_discard(self, batch: Batch) -> None:
         """Run a micro-batch and discard its gradients; see ``base.Engine``."""
         # A single row would get its own graph, and the compiler's memory would count as the row's.
         compiles = self._settings.train.compiles
@@ -302,9 +308,9 @@ class NativeEngine:
 
     def _make_levers(self, blocks: Sequence[nn.Module]) -> dict[Action, ActionHandle]:
         settings, parallel = self._settings, self._settings.parallel
-        levers = recompute_levers(blocks, parallel.recompute, self.inputs.saving)
+        levers = recompute_levers(blocks, parallel.recompute, self.inputs.saving_context)
         levers |= self.pieces.levers() | self.inputs.levers()
-        has_device = self._device.type == "cuda" or settings.faults.moves_on_host
+        has_device = self._device.type == "cuda" or settings.faults.offloads_without_gpu
         moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
         if has_device and moves:
             levers[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
@@ -314,7 +320,7 @@ class NativeEngine:
         if self._offloaded is not None:
             self._offloaded.close()
         assert isinstance(self._adamw, torch.optim.AdamW), "moments in 8 bits stay on the device"
-        self._offloaded = OffloadedState(self._adamw) if times else None
+        self._offloaded = OffloadedAdamW(self._adamw) if times else None
         return f"optimizer state is on the {'host' if times else 'device'}"
 
     def _forward_backward(
@@ -368,7 +374,9 @@ class NativeEngine:
             b for b in batches if b.num_loss_tokens or not self._plan.skips_empty_micros(training)
         ]
         first_row = batches[0].first_row if batches else 0
-        return kept + [empty_batch(first_row) for _ in range(self._plan.padding(len(kept)))]
+        return kept + [
+            empty_batch(first_row) for _ in range(self._plan.num_padding_micros(len(kept)))
+        ]
 
     def _reduce_gradients(self) -> None:
         for sums in self._overlapped:
@@ -399,7 +407,7 @@ class NativeEngine:
     ) -> Iterator[tuple[str, QuantizedMoment, LocalRegion]]:
         """Yield each moment in 8 bits: its name in checkpoints, itself, this rank's region of it.
 
-        There is a single region: see ``require_whole_slices``.
+        There is a single region: see ``require_single_slices``.
         """
         for part in MOMENT_NAMES:
             moment = self._adamw.state[trained.parameter][part]
@@ -458,7 +466,7 @@ def _load_stages(
 ) -> tuple[list[BuiltModel], list[TrainedWeight]]:
     """Return this rank's pipeline stages with their weights, and the trained weights of all."""
     layout = settings.layout
-    init_model(built, settings.train, layout.shard > 1)
+    prepare_heap_and_dropout(built, settings.train, layout.shard > 1)
     cuts = [built]
     if layout.pipeline > 1:
         cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)
@@ -466,7 +474,7 @@ def _load_stages(
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives, adapters, inputs)
         stages.append(stage)
-        trained += list_trained(stage, mesh, partial)
+        trained += list_trained_weights(stage, mesh, partial)
     return stages, trained
 
 
@@ -490,19 +498,19 @@ def _load_stage(
     if (experts_group := mesh.group("expert")) is not None:
         stage = distribute_experts(stage, experts_group.rank(), experts_group.size())
     if settings.optim.is_8bit:
-        require_whole_slices(stage)
+        require_single_slices(stage)
     if train.float8:
         check_float8(device)
-        use_float8(
-            blocks, find_unquantised_layers(stage.module.causal_lm(), find_blocks(stage.module))
+        convert_to_torchao_float8(
+            blocks, find_unquantized_layers(stage.module.causal_lm(), find_blocks(stage.module))
         )
     # A recomputed graph may not keep results between calls.
     shares = not train.compiles or parallel.recompute == "none"
-    use_own_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
+    use_faster_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
     if experts_group is not None:
-        dispatch_tokens(stage.module, experts_group, collectives)
-    checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
-    inputs.follow(stage.module)
+        add_token_dispatch(stage.module, experts_group, collectives)
+    checkpoint_blocks(blocks, parallel.recompute, inputs.saving_context)
+    inputs.reset_at_each_pass(stage.module)
     if train.compiles:
         compile_blocks(blocks)
         compile_loss(stage.module)

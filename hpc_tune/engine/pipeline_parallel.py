@@ -2,7 +2,7 @@
 
     cut_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
     connect_stages  the groups of neighbors, each with its connection made
-    schedule        (pure) the order of forward and backward passes of one rank
+    schedule_passes (pure) the order of forward and backward passes of one rank
     Pipeline        runs that order; receives are posted ahead of the passes that need them
 
 A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
@@ -33,7 +33,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel, find_decoder
-from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule
+from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule_passes
 from hpc_tune.step.plan import StepPlan
 
 # How many passes ahead receives are posted. On a GPU a receive is a kernel that waits on several of
@@ -49,14 +49,14 @@ def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]
         ConfigError: if a stage has nothing to train.
     """
     blocks = plan.stages
-    _require_trained(built, blocks)
+    _require_trained_stages(built, blocks)
     return [
         _cut_stage(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
         for stage in range(rank, len(blocks), plan.layout.pipeline)
     ]
 
 
-def _require_trained(built: BuiltModel, blocks: Sequence[range]) -> None:
+def _require_trained_stages(built: BuiltModel, blocks: Sequence[range]) -> None:
     """Refuse stages without a trained weight, through which no gradient would flow."""
     modules = [*find_blocks(built.module), built.module.causal_lm().get_output_embeddings()]
     head = len(modules) - 1
@@ -73,7 +73,7 @@ def _require_trained(built: BuiltModel, blocks: Sequence[range]) -> None:
 
 def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
     module = copy.deepcopy(built.module)
-    module.first_stage, module.last_stage = first, last
+    module.is_first_stage, module.is_last_stage = first, last
     blocks = find_blocks(module)
     for number in range(len(blocks)):
         if number not in kept:
@@ -100,7 +100,7 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
 
 
 @dataclass
-class _InFlight:
+class _ForwardState:
     """What a backward pass needs from its forward pass."""
 
     hidden_in: torch.Tensor | None
@@ -178,10 +178,10 @@ class Pipeline:
         loss; ``backward(chunk, is_last, output, gradient)`` propagates from there; ``is_last`` is
         true for the chunk's last micro-batch.
         """
-        passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
+        passes = schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
         inputs = self._make_input_receiver(passes, batches)
         last = {p.chunk: p for p in passes if p.kind == "backward"}
-        in_flight: dict[tuple[int, int], _InFlight] = {}
+        in_flight: dict[tuple[int, int], _ForwardState] = {}
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
             received = inputs.take(number)
@@ -190,7 +190,7 @@ class Pipeline:
                 if received is not None:
                     received.requires_grad_()
                 out = forward(step.chunk, batches[step.micro], received)
-                in_flight[key] = _InFlight(received, out)
+                in_flight[key] = _ForwardState(received, out)
                 if not self._is_last(step.chunk):
                     self._send(out.detach(), "forward")
             else:
@@ -210,7 +210,7 @@ class Pipeline:
         """Run micro-batches forward; return the losses, on the rank that has the last stage."""
         passes = [
             p
-            for p in schedule(self._rank, self._ranks, len(self._stages), len(batches))
+            for p in schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
             if p.kind == "forward"
         ]
         inputs = self._make_input_receiver(passes, batches)

@@ -22,7 +22,7 @@ from hpc_tune.log import log
 from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
 from hpc_tune.world.comm import Comm
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 _MAX_SHOWN_RANKS = 16
 _COPY_OPS = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "Memcpy", "Memset")
 _COMM_OPS = ("nccl", "gloo", "c10d", "record_param_comms")
@@ -69,7 +69,7 @@ class StepProfile:
                 )
             steps = range(0)
         steps = steps[: max(0, total + 1 - steps.start)]
-        self._comm, self._folder, self._steps = comm, run_dir / FOLDER, steps
+        self._comm, self._folder, self._steps = comm, run_dir / PROFILE_FOLDER, steps
         self._profiler: torch.profiler.profile | None = None
         self._comm_s = self._data_s = self._step_s = 0.0
 
@@ -114,7 +114,7 @@ class StepProfile:
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
         on_gpu = self._comm.device.type == "cuda"
-        compute_s, copies_s = sum_by_kind(profiler.key_averages(), on_gpu)
+        compute_s, copies_s = compute_and_copy_seconds(profiler.key_averages(), on_gpu)
         own = StepBreakdown(
             world.rank,
             world.hostname,
@@ -147,7 +147,7 @@ def _warning_if_unwritable(folder: Path) -> Iterator[None]:
         log.warning("%s cannot be written: %s", folder, error.strerror or error)
 
 
-def sum_by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
+def compute_and_copy_seconds(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
     """Return the seconds of compute and of copies among a profiler's averaged events."""
     compute_us = copies_us = 0.0
     for event in events:

@@ -8,8 +8,8 @@ An MLP works on each token separately, so its results and the gradients of its i
 bits, as far as a matmul's are for fewer rows; the gradients of weights are sums of one matmul for
 each piece (the tiled MLP of ALST, arXiv:2506.13996). Nested checkpoints would bound memory as well,
 but autograd would sum the pieces' gradients in the dtype of matmuls, and a recomputed block would
-run all pieces but the last once more. Here the recomputation stops before the MLP (see ``_Keep``),
-unless a later part of the block keeps the MLP's result, as a norm does.
+run all pieces but the last once more. Here the recomputation stops before the MLP (see
+``_KeepInput``), unless a later part of the block keeps the MLP's result, as a norm does.
 
 Routed experts are not cut: their tokens are counted over a whole micro-batch. Shared experts, which
 take all tokens, are cut.
@@ -53,7 +53,7 @@ class RowPieces:
         can_cut = not settings.train.compiles and settings.parallel.zero_stage != 3
         mlps = [mlp for block in blocks for mlp in find_mlps(block)] if can_cut else []
         for mlp in mlps:
-            _sum_whole_rows(mlp)
+            _move_output_sum_to_mlp(mlp)
             mlp.forward = self._cut(mlp, mlp.forward)
         self.has_mlps = bool(mlps)
         if self.num_pieces > 1 and not mlps:
@@ -77,20 +77,20 @@ class RowPieces:
         return {Action.MORE_PIECES: ActionHandle(double, most)}
 
     def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
-        run = _forgetting(mlp, forward)
+        forward_piece = _with_casts_forgotten(mlp, forward)
 
-        def in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            size = -(-x.shape[-2] // self.num_pieces) if x.dim() > 1 else 0
-            if args or kwargs or x.dim() < 2 or size in (0, x.shape[-2]):
+        def forward_in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            piece_tokens = -(-x.shape[-2] // self.num_pieces) if x.dim() > 1 else 0
+            if args or kwargs or x.dim() < 2 or piece_tokens in (0, x.shape[-2]):
                 return forward(x, *args, **kwargs)
             if not torch.is_grad_enabled():
-                return _run_pieces(run, x, size)
+                return _run_pieces(forward_piece, x, piece_tokens)
             weights = [p for p in mlp.parameters() if p.requires_grad]
-            kept = _Keep.apply(x) if x.requires_grad else x
-            out: torch.Tensor = _InPieces.apply(run, size, kept, *weights)
+            kept = _KeepInput.apply(x) if x.requires_grad else x
+            out: torch.Tensor = _ForwardInPieces.apply(forward_piece, piece_tokens, kept, *weights)
             return out
 
-        return in_pieces
+        return forward_in_pieces
 
 
 def has_mlps(model: nn.Module) -> bool:
@@ -109,13 +109,13 @@ def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
             and _MLP_CLASS.search(type(module).__name__)
             and not _ROUTED.search(path)
             and _takes_one_tensor(module)
-            and _is_of_linears(module)
+            and _consists_of_linears(module)
             and not any(isinstance(m, (RowDropout, nn.Dropout)) and m.p for m in module.modules())
         ):
             yield module
 
 
-def _sum_whole_rows(mlp: nn.Module) -> None:
+def _move_output_sum_to_mlp(mlp: nn.Module) -> None:
     """Make a sliced MLP sum its output over ranks once per row, instead of its last layer's.
 
     What follows its last layer may be done before the sum as well.
@@ -127,19 +127,19 @@ def _sum_whole_rows(mlp: nn.Module) -> None:
             mlp.register_forward_hook(sum_output)
 
 
-def _forgetting(mlp: nn.Module, forward: Forward) -> Forward:
-    """Return ``forward`` for one piece; afterwards no cast of ``share_casts`` stays in memory."""
+def _with_casts_forgotten(mlp: nn.Module, forward: Forward) -> Forward:
+    """Return ``forward`` for one piece that leaves no cast of ``share_input_casts`` in memory."""
     forget: Callable[[], None] | None = getattr(mlp, "forget_casts", None)
     if forget is None:
         return forward
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def forward_piece(x: torch.Tensor) -> torch.Tensor:
         try:
             return forward(x)
         finally:
             forget()
 
-    return run
+    return forward_piece
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
@@ -147,7 +147,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return sum(argument.default is argument.empty for argument in arguments) == 1
 
 
-def _is_of_linears(module: nn.Module) -> bool:
+def _consists_of_linears(module: nn.Module) -> bool:
     """Whether all weights belong to matrices, with or without adapters, or to norms."""
     inside: set[nn.Module] = set()
     num_matrices = 0
@@ -164,10 +164,10 @@ def _is_of_linears(module: nn.Module) -> bool:
 
 
 @outside_recompute
-def _run_pieces(forward: Forward, x: torch.Tensor, size: int) -> torch.Tensor:
+def _run_pieces(forward: Forward, x: torch.Tensor, piece_tokens: int) -> torch.Tensor:
     out = None
-    for start in range(0, x.shape[-2], size):
-        part = forward(x.narrow(-2, start, min(size, x.shape[-2] - start)))
+    for start in range(0, x.shape[-2], piece_tokens):
+        part = forward(x.narrow(-2, start, min(piece_tokens, x.shape[-2] - start)))
         if out is None:
             out = part.new_empty((*x.shape[:-1], part.shape[-1]))
         out.narrow(-2, start, part.shape[-2]).copy_(part)
@@ -176,7 +176,7 @@ def _run_pieces(forward: Forward, x: torch.Tensor, size: int) -> torch.Tensor:
     return out
 
 
-class _Keep(torch.autograd.Function):
+class _KeepInput(torch.autograd.Function):
     """Identity that saves its input for the MLP after it.
 
     A function's own tensors are saved when its forward has ended. This input is saved earlier, so a
@@ -193,17 +193,17 @@ class _Keep(torch.autograd.Function):
         return grad
 
 
-class _InPieces(torch.autograd.Function):
-    """``forward(x)`` in pieces of ``size`` tokens; ``weights`` are its trained weights.
+class _ForwardInPieces(torch.autograd.Function):
+    """``forward(x)`` in pieces of ``piece_tokens`` tokens; ``weights`` are its trained weights.
 
     Weights are not saved: FSDP2 gathers them into the same parameters for the backward pass.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Forward, size: int, x: torch.Tensor, *weights: torch.Tensor
+        ctx: Any, forward: Forward, piece_tokens: int, x: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.run, ctx.size, ctx.weights = forward, size, weights
+        ctx.forward_piece, ctx.piece_tokens, ctx.weights = forward, piece_tokens, weights
         ctx.keeper = x.grad_fn
         if ctx.keeper is None:
             ctx.save_for_backward(x)
@@ -213,7 +213,7 @@ class _InPieces(torch.autograd.Function):
             "dtype": torch.get_autocast_dtype(device_type),
             "enabled": torch.is_autocast_enabled(device_type),
         }
-        return _run_pieces(forward, x, size)
+        return _run_pieces(forward, x, piece_tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -221,13 +221,13 @@ class _InPieces(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.keeper is not None else None
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            for start in range(0, x.shape[-2], ctx.size):
-                where = -2, start, min(ctx.size, x.shape[-2] - start)
+            for start in range(0, x.shape[-2], ctx.piece_tokens):
+                where = -2, start, min(ctx.piece_tokens, x.shape[-2] - start)
                 piece = x.detach().narrow(*where).requires_grad_(grad_x is not None)
                 inputs = [*([piece] if grad_x is not None else []), *ctx.weights]
                 grads = list(
                     torch.autograd.grad(
-                        ctx.run(piece), inputs, grad.narrow(*where), allow_unused=True
+                        ctx.forward_piece(piece), inputs, grad.narrow(*where), allow_unused=True
                     )
                 )
                 if grad_x is not None:

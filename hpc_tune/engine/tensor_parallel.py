@@ -31,8 +31,8 @@ from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import find_decoder, scale_logits
 from hpc_tune.step.slices import (
-    EXPERTS,
-    find_style,
+    EXPERTS_STYLE,
+    find_tp_style,
     has_gathered_input,
     read_tp_plan,
     split_adapters,
@@ -79,25 +79,25 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
     decoder, plan = find_decoder(lm), read_tp_plan(built.config)
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
-        style = find_style(name, plan)
+        style = find_tp_style(name, plan)
         if style == "replicated_with_grad_allreduce":
             slicer.partial |= set(module.parameters())
-        elif style == EXPERTS:
-            slicer.experts(module, built.config, name)
+        elif style == EXPERTS_STYLE:
+            slicer.slice_experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
-            slicer.colwise(module, gather=style == "colwise_gather_output")
+            slicer.slice_colwise(module, gather=style == "colwise_gather_output")
             if has_gathered_input(name, style):
-                module.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
+                module.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
                 continue
             parent = decoder.get_submodule(name.rpartition(".")[0])
             if parent not in seen:
                 seen.add(parent)
-                parent.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
+                parent.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
         elif style is not None:
-            slicer.rowwise(module, split=style == "rowwise_split_input")
-    if built.module.first_stage:
-        slicer.embedding(lm.get_input_embeddings())
-    if built.module.last_stage:
+            slicer.slice_rowwise(module, split=style == "rowwise_split_input")
+    if built.module.is_first_stage:
+        slicer.slice_embedding(lm.get_input_embeddings())
+    if built.module.is_last_stage:
         slicer.head(lm.get_output_embeddings())
         built.module.token_loss = functools.partial(_vocabulary_losses, axis)
     slices = {n: slicer.slices[p] for n, p in _named_parameters(built) if p in slicer.slices}
@@ -120,7 +120,7 @@ class _Slicer:
         self.partial: set[nn.Parameter] = set()
         self._cuts: dict[nn.Parameter, nn.Parameter] = {}
 
-    def colwise(self, layer: Any, gather: bool) -> None:
+    def slice_colwise(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
         base, adapters = split_adapters(layer)
         self._replace_by_slice(base, "weight", 0)
@@ -131,7 +131,7 @@ class _Slicer:
         if gather:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
-    def rowwise(self, layer: Any, split: bool) -> None:
+    def slice_rowwise(self, layer: Any, split: bool) -> None:
         """W's columns are split; partial outputs are summed after adding the adapters'."""
         base, adapters = split_adapters(layer)
         self._replace_by_slice(base, "weight", 1)
@@ -140,7 +140,7 @@ class _Slicer:
             self.partial.add(b.weight)
         for dropout in getattr(layer, "lora_dropout", nn.ModuleDict()).values():
             if isinstance(dropout, RowDropout):
-                dropout.take_slice(self._axis.rank, self._axis.size)
+                dropout.set_feature_slice(self._axis.rank, self._axis.size)
         if split:
             layer.register_forward_pre_hook(lambda _, x: (_SplitInputs.apply(x[0], self._axis),))
 
@@ -152,7 +152,7 @@ class _Slicer:
             base.forward = lambda x: F.linear(x, base.weight)
         layer.output_sum = layer.register_forward_hook(sum_output), sum_output
 
-    def experts(self, layer: Any, config: Any, path: str) -> None:
+    def slice_experts(self, layer: Any, config: Any, path: str) -> None:
         """Each expert's inner features are split; the outputs are partial sums.
 
         So are the gradients of the router weights that scale experts' outputs: few numbers, summed
@@ -160,7 +160,7 @@ class _Slicer:
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
             self._replace_by_slice(stack.owner, stack.name, dim, parts)
-            for sliced, whole, of_adapter in stack.cut_adapters(dim):
+            for sliced, whole, of_adapter in stack.adapter_cuts(dim):
                 self._replace_by_slice(sliced, "weight", of_adapter, parts)
                 self.partial.add(whole.weight)
 
@@ -176,7 +176,7 @@ class _Slicer:
         layer.register_forward_pre_hook(sum_gradients)
         _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis))
 
-    def embedding(self, layer: Any) -> None:
+    def slice_embedding(self, layer: Any) -> None:
         """Each rank holds the vectors of some tokens and returns zeros for all others."""
         self._replace_by_slice(layer, "weight", 0)
         start, rows = self.slices[layer.weight].start, layer.weight.shape[0]
@@ -196,7 +196,7 @@ class _Slicer:
 
     def head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
-        self.colwise(layer, gather=False)
+        self.slice_colwise(layer, gather=False)
         layer.first_token = self.slices[split_adapters(layer)[0].weight].start
 
     def _replace_by_slice(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
@@ -217,7 +217,7 @@ def _hook_output(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> Non
     layer.register_forward_hook(lambda _module, _inputs, output: change(output))
 
 
-def _sum_input_gradient(axis: TensorAxis) -> Callable[..., Any]:
+def _make_input_gradient_hook(axis: TensorAxis) -> Callable[..., Any]:
     """Return a hook for the parent of columnwise layers: one sum for all that share an input."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

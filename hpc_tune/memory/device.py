@@ -8,7 +8,7 @@ import torch
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 
-_DEVICE_SIGNS = ("cuda", "hip error", "cublas", "hipblas")
+_DEVICE_ERROR_SIGNS = ("cuda", "hip error", "cublas", "hipblas")
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def is_device_error(error: BaseException) -> bool:
+def is_device_oom(error: BaseException) -> bool:
     """Whether an allocation failed on a device, in the allocator or in a library."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _DEVICE_SIGNS)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        word in text for word in _DEVICE_ERROR_SIGNS
+    )
 
 
 def describe_failed_allocation(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from typing import IO
 from hpc_tune.cluster.schedulers import memory_limits
 from hpc_tune.files import raise_if_out_of_files
 from hpc_tune.memory.policy import free_bytes_below
-from hpc_tune.world.affinity import SYS, read_node_cpus
+from hpc_tune.world.affinity import SYS, read_numa_node_cpus
 
 # -- GPU memory that the kernel counts as the machine's: on GH200 and GB200 it is a NUMA node.
 #
@@ -31,7 +31,7 @@ from hpc_tune.world.affinity import SYS, read_node_cpus
 # for GPU memory, so they are not host memory.
 
 
-_LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
+_MEMINFO_LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
 
 
 def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
@@ -43,15 +43,15 @@ def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Pat
         node / "meminfo"
         for node in sorted(nodes)
         if (node / "cpulist").is_file()
-        and not read_node_cpus(folder, int(node.name[len("node") :]))
+        and not read_numa_node_cpus(folder, int(node.name[len("node") :]))
     ]
 
 
-def read_total_and_free(files: list[Path]) -> tuple[int, int]:
+def read_total_and_free_bytes(files: list[Path]) -> tuple[int, int]:
     """Return the total and the free bytes of these NUMA nodes."""
     sums = {"MemTotal": 0, "MemFree": 0}
     for file in files:
-        for name, kib in _LINE.findall(file.read_text(encoding="ascii", errors="replace")):
+        for name, kib in _MEMINFO_LINE.findall(file.read_text(encoding="ascii", errors="replace")):
             sums[name] += 1024 * int(kib)
     return sums["MemTotal"], sums["MemFree"]
 
@@ -59,14 +59,14 @@ def read_total_and_free(files: list[Path]) -> tuple[int, int]:
 # -- What the kernel counts against this job, and its limit.
 
 
-RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
+MIN_RETURNED_BLOCK_BYTES, MAX_KEPT_BLOCK_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
-_NEVER_TRIMMED = (1 << 31) - 1
+_MAX_TRIM_THRESHOLD_BYTES = (1 << 31) - 1
 _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
-_LATE_BYTES, _MOVED_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
-_SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
-_KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # only in v1, whose sums leave it out
+_MAX_SUM_LAG_BYTES, _MAX_CHARGE_DRIFT_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
+_MIN_REFRESH_EVERY_S, _REFRESH_EVERY_S_PER_RANK = 0.5, 0.1
+_KERNEL_USAGE_FILE = "memory.kmem.usage_in_bytes"  # only in v1, whose sums leave it out
 CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
 
 
@@ -112,7 +112,7 @@ class HostLimit:
     cgroup: Path | None = None
 
 
-def find_limit(
+def find_host_limit(
     configured: int | None = None,
     environ: Mapping[str, str] = os.environ,
     proc: Path = Path("/proc"),
@@ -128,7 +128,7 @@ def find_limit(
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
-    of_gpus, _ = read_total_and_free(find_gpu_meminfo(proc, devices))
+    of_gpus, _ = read_total_and_free_bytes(find_gpu_meminfo(proc, devices))
     limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - of_gpus, MACHINE_SOURCE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < tightest.num_bytes:
@@ -179,7 +179,7 @@ class HostUsage:
                 self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
             with _skip_missing_file():
                 self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
-                self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
+                self._kernel = (limit.cgroup / _KERNEL_USAGE_FILE).open("rb", buffering=0)
         self._keys, self._others = _stat_keys(names), _stat_keys(others)
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
@@ -192,7 +192,7 @@ class HostUsage:
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._last_sum, self._ranks_at_sum = -1, 0
         self._last_others, self._next_sum_s = 0, 0.0
-        self._sum_every_s = max(_SUM_EVERY_S, _SUM_PER_RANK_S * len(self._pids))
+        self._sum_every_s = max(_MIN_REFRESH_EVERY_S, _REFRESH_EVERY_S_PER_RANK * len(self._pids))
         self._page = os.sysconf("SC_PAGESIZE")
 
     def used_bytes(self) -> int:
@@ -202,8 +202,8 @@ class HostUsage:
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         stat = _sum_fields(self._keys, text)
         if self._group is None:
-            total, free = read_total_and_free(self._of_gpus)
-            return self._total - total - (1024 * stat - free)
+            total, free_bytes = read_total_and_free_bytes(self._of_gpus)
+            return self._total - total - (1024 * stat - free_bytes)
         # The ranks' own usage is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._read_statm, self._statms))
         if stat != self._last_sum:
@@ -218,7 +218,7 @@ class HostUsage:
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
         most = charged - kernel - _sum_fields(self._others, text)
         self._refresh_late_sum(self._group, charged - ranks, abs(most - stat - growth))
-        if charged > self._full_bytes - _LATE_BYTES:
+        if charged > self._full_bytes - _MAX_SUM_LAG_BYTES:
             return counted  # page cache is reclaimed for new memory: the charge says nothing
         return max(ranks, min(counted, most))
 
@@ -227,9 +227,9 @@ class HostUsage:
 
         ``others`` are the bytes charged to the group that are not the ranks'.
         """
-        has_moved = abs(others - self._last_others) > _MOVED_BYTES
+        has_moved = abs(others - self._last_others) > _MAX_CHARGE_DRIFT_BYTES
         self._last_others = others
-        if (has_moved and gap > _LATE_BYTES) or time.monotonic() > self._next_sum_s:
+        if (has_moved and gap > _MAX_SUM_LAG_BYTES) or time.monotonic() > self._next_sum_s:
             self._next_sum_s = time.monotonic() + self._sum_every_s
             _refresh_sums_below(group)
 
@@ -276,7 +276,7 @@ def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
+def memory_pressure(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
     """Return the share of the last ten seconds in which some task waited for memory (PSI), 0 to 1.
 
     It is the cgroup's own share if the kernel has it, else the machine's; None without PSI.
@@ -317,26 +317,26 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def keep_freed_blocks() -> None:
-    """Make glibc keep freed blocks of up to MAX_KEPT_BYTES, since a step asks for them again.
+def make_malloc_keep_blocks() -> None:
+    """Make glibc keep freed blocks of up to MAX_KEPT_BLOCK_BYTES, since a step asks for them again.
 
     Its thresholds adapt up to the same size, but on the way it returns the end of the heap: 20,000
     to 100,000 page faults in a step of a 135M model. ``trim_heap`` returns what is kept.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED)
+        libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BLOCK_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MAX_TRIM_THRESHOLD_BYTES)
 
 
-def return_freed_blocks() -> None:
-    """Make glibc return freed blocks of RETURNED_BYTES and more to the kernel immediately.
+def make_malloc_return_blocks() -> None:
+    """Make glibc return freed blocks of at least MIN_RETURNED_BLOCK_BYTES at once.
 
-    Its threshold would adapt up to MAX_KEPT_BYTES, and weights that are gathered and freed block by
-    block would then leave a heap as large as the model.
+    Its threshold would adapt up to MAX_KEPT_BLOCK_BYTES, and weights that are gathered and freed
+    block by block would then leave a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, MIN_RETURNED_BLOCK_BYTES)
 
 
 def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
@@ -447,7 +447,7 @@ MIB = 1 << 20
 
 # A rank that has imported torch, transformers and peft and connected gloo, without a model. It has
 # prepared the data and tried the architecture too; the median of 6 shapes.
-RANK_BYTES = 284 * MIB
+RANK_BASE_BYTES = 284 * MIB
 # Added to it with a model: Python's objects for modules and parameters, adapters included (Llama
 # shapes), once and for each decoder block. Added with ZeRO: DeepSpeed.
 MODEL_OBJECTS_BYTES, BLOCK_OBJECTS_BYTES = 20 * MIB, 900 * 1024
@@ -455,16 +455,16 @@ DEEPSPEED_BYTES = 45 * MIB
 # Added by the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the
 # sizes that rows of short documents have. Fitted to 3 shapes. Then the part that stays when the
 # heap is trimmed before an evaluation or a save that training waits for: 2 to 14 MiB in 4 runs.
-FIRST_STEP_BYTES, TRIMMED_STEP_BYTES = 32 * MIB, 12 * MIB
+FIRST_STEP_BYTES, FIRST_STEP_KEPT_BYTES = 32 * MIB, 12 * MIB
 # Added with a GPU. Not measured; on the safe side.
-GPU_RANK_BYTES = 1478 * MIB
+GPU_RUNTIME_BYTES = 1478 * MIB
 # A node with less than this for each of its ranks is worth a warning: a rank's libraries and a
 # small model. Not measured.
 MIN_RANK_BYTES = 1024 * MIB
 
 # A process that merges, before it knows the model; and what transformers and its model without
 # values add to it: 113 to 140 MiB.
-MERGE_BYTES, STOCK_MODEL_BYTES = 153 * MIB, 130 * MIB
+MERGE_BASE_BYTES, EMPTY_MODEL_BYTES = 153 * MIB, 130 * MIB
 # What other processes of hpc_tune take in total, with some margin: a plan, and a report without the
 # run's metrics.
 PLAN_BYTES, REPORT_BYTES = 600 * MIB, 250 * MIB
@@ -487,9 +487,9 @@ class PrivateMemoryLimit:
         """Remember the current limit."""
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
 
-    def set(self, mapped: int, free: int) -> None:
-        """Let this process, which has mapped ``mapped`` bytes, map ``free`` bytes more."""
-        soft, hard = mapped + max(0, free), self._before[1]
+    def set(self, mapped_bytes: int, free_bytes: int) -> None:
+        """Let this process, which has mapped ``mapped_bytes``, map ``free_bytes`` more."""
+        soft, hard = mapped_bytes + max(0, free_bytes), self._before[1]
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
         with contextlib.suppress(OSError, ValueError):
@@ -508,22 +508,26 @@ class PrivateMemoryLimit:
 # one of them has made many.
 
 
-_MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred per pass of a block
-_FORCED_OBJECTS = 10 * _MAX_OBJECTS  # then a rank collects alone, within a step or an evaluation
+_COLLECTION_DUE_OBJECTS = (
+    100_000  # some 10 MB; selective recompute leaves a hundred per pass of a block
+)
+_COLLECTION_FORCED_OBJECTS = (
+    10 * _COLLECTION_DUE_OBJECTS
+)  # then a rank collects alone, within a step or an evaluation
 
 
 @contextmanager
-def defer_collection() -> Iterator[None]:
-    """Leave garbage collection during the block to callers that ask ``is_collection_due``."""
+def defer_garbage_collection() -> Iterator[None]:
+    """Leave garbage collection in the block to callers of ``is_garbage_collection_due``."""
     gc.collect()
     before = gc.get_threshold()
-    gc.set_threshold(_FORCED_OBJECTS)
+    gc.set_threshold(_COLLECTION_FORCED_OBJECTS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-def is_collection_due() -> bool:
+def is_garbage_collection_due() -> bool:
     """Whether many more objects were made than freed since the last collection."""
-    return gc.get_count()[0] > _MAX_OBJECTS
+    return gc.get_count()[0] > _COLLECTION_DUE_OBJECTS

@@ -21,20 +21,20 @@ from hpc_tune.memory.host import (
     HostLimit,
     HostUsage,
     PrivateMemoryLimit,
-    find_limit,
+    find_host_limit,
+    memory_pressure,
     own_bytes,
     shm_bytes,
-    stalled_share,
     swapped_bytes,
 )
 from hpc_tune.memory.policy import (
-    GROWTH_WINDOW,
-    RETRY_WINDOW,
+    GROWTH_WINDOW_STEPS,
+    RETRY_WINDOW_STEPS,
     Level,
     Phase,
     device_level,
     free_bytes_below,
-    growth_per_step,
+    growth_bytes_per_step,
     host_level,
     must_stop_run,
     reserved_bytes,
@@ -42,12 +42,12 @@ from hpc_tune.memory.policy import (
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_EVERY_S
 
-_PERIOD_S = 0.1
-_NEAR_PERIOD_S = 0.02
-_NEAR_SHARE = 0.7
-_WINDOW_S = 0.5
+_SAMPLE_PERIOD_S = 0.1
+_NEAR_LIMIT_PERIOD_S = 0.02
+_NEAR_LIMIT_SHARE = 0.7
+_RATE_WINDOW_S = 0.5
 _PLAN_ERROR = 0.1
-Mode = Literal["on", "observe", "off"]
+MonitorMode = Literal["on", "observe", "off"]
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class HeartbeatWriter(Protocol):
         """Remove it: the run has not been killed."""
 
 
-class Monitor:
+class MemoryMonitor:
     """Samples memory in the background between ``start`` and ``close``."""
 
     def __init__(
         self,
         host_limit: int | None,
         device: DeviceMemory | None = None,
-        mode: Mode = "on",
+        mode: MonitorMode = "on",
         rank: int = 0,
         host: str = "this host",
         pids: Sequence[int] = (),
@@ -115,11 +115,11 @@ class Monitor:
         ``device`` is None if the rank computes in host memory. ``pids`` are the ranks that share
         this node's memory. ``heartbeat`` is written every few seconds.
         """
-        self.limit: HostLimit = find_limit(host_limit)
+        self.limit: HostLimit = find_host_limit(host_limit)
         self._phase, self._activity = Phase.START, "starting"
         self._peaks_by_phase: dict[Phase, int] = {}
-        self.mode: Mode = mode
-        self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
+        self.mode: MonitorMode = mode
+        self._faults, self._period_s = faults, faults.sample_s or _SAMPLE_PERIOD_S
         self.device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._reading = HostUsage(self.limit, pids=self._pids), threading.Lock()
@@ -127,10 +127,10 @@ class Monitor:
         self._leave: Callable[[MemoryShortage], None] | None = None
         self._peak_host = self._known_peak = self._expected_peak = 0
         self._recent: deque[tuple[float, int]] = deque()
-        self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
+        self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW_STEPS)
         self._host_level = self._device_level = Level.CALM
         self._retries: int | None = None
-        self._retried: deque[bool] = deque(maxlen=RETRY_WINDOW)
+        self._retried: deque[bool] = deque(maxlen=RETRY_WINDOW_STEPS)
         self._private_limit: PrivateMemoryLimit | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
@@ -149,13 +149,14 @@ class Monitor:
         if self.mode == "on":
             self._private_limit = PrivateMemoryLimit()
 
-    def enter(self, phase: Phase, activity: str, tell: bool = False) -> None:
+    def enter(self, phase: Phase, activity: str, writes_heartbeat: bool = False) -> None:
         """Begin a phase of the memory plan, or a part of it; ``activity`` is for messages.
 
-        ``tell`` writes it into the heartbeat immediately instead of within a few seconds.
+        ``writes_heartbeat`` writes it into the heartbeat immediately instead of within a few
+        seconds.
         """
         self._phase, self._activity = phase, activity
-        if tell:
+        if writes_heartbeat:
             self._heartbeat_s = float("-inf")
 
     @property
@@ -182,11 +183,11 @@ class Monitor:
             own,
             swapped_bytes(self.limit),
             shm_bytes(),
-            stalled_share(self.limit),
+            memory_pressure(self.limit),
             self.device.sample() if self.device is not None else None,
         )
 
-    def levels(self, sample: MemorySample) -> tuple[Level, Level]:
+    def update_levels(self, sample: MemorySample) -> tuple[Level, Level]:
         """Return the levels of host and device for the step whose peaks are ``sample``."""
         self._known_peak = max(self._known_peak, sample.host_bytes)
         self._peaks.append(sample.host_bytes)
@@ -194,7 +195,7 @@ class Monitor:
             self._host_level,
             sample.host_bytes,
             sample.host_limit_bytes,
-            growth_per_step(self._peaks),
+            growth_bytes_per_step(self._peaks),
         )
         if (device := sample.device) is not None:
             before = device.retries if self._retries is None else self._retries
@@ -225,7 +226,7 @@ class Monitor:
             self._pids
         )
 
-    def require_bytes(self, num_bytes: int) -> None:
+    def require_free_bytes(self, num_bytes: int) -> None:
         """Stop the run if ``num_bytes`` more on each rank of this node would exceed the limit.
 
         For allocations that grow faster than memory is sampled.
@@ -234,11 +235,11 @@ class Monitor:
             return
         used, limit = self.used_bytes(), self.limit.num_bytes
         if used + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
-            need = self.describe_shortage(used)
+            need = self.host_shortage(used)
             message = f"{need.words}; {format_bytes(num_bytes)} more on each rank would not fit"
             self._leave(replace(need, words=message))
 
-    def describe_shortage(self, used: int) -> MemoryShortage:
+    def host_shortage(self, used: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         ranks = (
@@ -295,30 +296,30 @@ class Monitor:
         period_s = self._period_s
         while not self._stop.wait(period_s):
             # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
-            anonymous, mapped = self._usage.private_bytes()
+            anonymous, mapped_bytes = self._usage.private_bytes()
             used, now_s = self.used_bytes(), time.monotonic()
             self._peak_host = max(self._peak_host, used)
             self._note_peak(anonymous)
-            is_near = used > max(self._known_peak, _NEAR_SHARE * self.limit.num_bytes)
-            period_s = _NEAR_PERIOD_S if is_near else self._period_s
+            is_near = used > max(self._known_peak, _NEAR_LIMIT_SHARE * self.limit.num_bytes)
+            period_s = _NEAR_LIMIT_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:
                 self._heartbeat.beat(self._activity, used)
                 self._heartbeat_s = now_s
             if self.mode == "on":
-                self._leave_if_near_limit(used, mapped, now_s)
+                self._leave_if_near_limit(used, mapped_bytes, now_s)
 
-    def _leave_if_near_limit(self, used: int, mapped: int, now_s: float) -> None:
+    def _leave_if_near_limit(self, used: int, mapped_bytes: int, now_s: float) -> None:
         self._recent.append((now_s, used))
-        while now_s - self._recent[0][0] > _WINDOW_S:
+        while now_s - self._recent[0][0] > _RATE_WINDOW_S:
             self._recent.popleft()
         limit = self.limit.num_bytes
         if self._private_limit is not None:
             self._private_limit.set(
-                mapped, (limit - reserved_bytes(limit) - used) // len(self._pids)
+                mapped_bytes, (limit - reserved_bytes(limit) - used) // len(self._pids)
             )
-        familiar = max(self._known_peak, self._expected_peak)
-        if self._leave is not None and must_stop_run(self._recent, limit, familiar):
-            need = self.describe_shortage(used)
+        known_peak = max(self._known_peak, self._expected_peak)
+        if self._leave is not None and must_stop_run(self._recent, limit, known_peak):
+            need = self.host_shortage(used)
             message = f"{need.words}; the limit would have been reached within a second"
             self._leave(replace(need, words=message))
             self._leave = None

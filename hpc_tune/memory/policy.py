@@ -6,7 +6,8 @@ The ladder's actions are taken in order, from those that cost nothing to leaving
 Cheap actions begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for
 one step, whose peak shows what it saved. After many calm steps the last action is undone, and the
 next one after twice as many, so that a run does not oscillate between two states. If a step runs
-out of device memory, the next action that frees some is taken at once (``relieve_device``).
+out of device memory, the next action that frees some is taken at once
+(``decide_after_device_oom``).
 
 Between step boundaries only ``must_stop_run`` decides, by whether the limit would be reached before
 this process could act.
@@ -56,7 +57,7 @@ class Level(IntEnum):
 
 
 class Action(Enum):
-    """The rungs of the ladder, in order: the level each begins at, and the memory it frees."""
+    """The memory-saving actions, in order: the level each begins at, and the memory it frees."""
 
     TRIM = "trim", Level.TIGHT, "any"
     SHRINK_BUFFERS = "shrink_buffers", Level.TIGHT, "host"
@@ -82,11 +83,11 @@ class Action(Enum):
 class ActionHandle:
     """How an action is applied between two steps, in the same way on every rank.
 
-    ``set_level(times)`` makes it apply that many times in total, 0 undoes it; it returns in words
+    ``apply_times(times)`` makes it apply that many times in total, 0 undoes it; it returns in words
     what applies then. More than ``most`` times would free nothing more.
     """
 
-    set_level: Callable[[int], str]
+    apply_times: Callable[[int], str]
     most: int = 1
 
 
@@ -94,15 +95,15 @@ class ActionHandle:
 class FillLimits:
     """How full a memory may get, as shares of its limit: the only table of these shares.
 
-    ``filled``: plans advise to fill it up to here, and the search for a micro-batch size does. A
-    plan that needs more than ``fits`` is refused. ``begins_at``: where the governor's levels begin;
-    on the way down a level ends only ``stays_for`` below that.
+    ``target_share``: plans advise to fill it up to here, and the search for a micro-batch size
+    does. A plan that needs more than ``fits`` is refused. ``level_begins_at``: where the governor's
+    levels begin; on the way down a level ends only ``level_hysteresis`` below that.
     """
 
-    filled: float
+    target_share: float
     fits: float
-    begins_at: Mapping[Level, float]
-    stays_for: float
+    level_begins_at: Mapping[Level, float]
+    level_hysteresis: float
 
     def allows(self, num_bytes: int, limit: int) -> bool:
         """Return whether a plan may need ``num_bytes``."""
@@ -111,34 +112,37 @@ class FillLimits:
 
 # At the host's limit the kernel kills processes.
 HOST_LIMITS = FillLimits(
-    filled=0.85,
+    target_share=0.85,
     fits=0.97,
-    begins_at={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
-    stays_for=0.04,
+    level_begins_at={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
+    level_hysteresis=0.04,
 )
 # At a device's limit the allocator frees its cache, and then raises an error that is caught. So a
 # full device is no danger, and only these events lead above TIGHT: see ``device_level``.
 DEVICE_LIMITS = FillLimits(
-    filled=0.97, fits=0.97, begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99}, stays_for=0.01
+    target_share=0.97,
+    fits=0.97,
+    level_begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99},
+    level_hysteresis=0.01,
 )
 # Shares of a rank's memory, for arithmetic before it takes any.
-NO_PLAN_BELOW = 0.5  # a run needs no plan if an upper bound of its usage is below this
+NO_PLAN_BELOW_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
 STATE_SHARE = 0.6  # for weights, gradients and optimizer state: the rest is for activations
 MEASURED_STATE_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
 COMPILING_SHARE = 1 / 8  # for workers of torch.compile
-RETRY_WINDOW = 8  # steps
+RETRY_WINDOW_STEPS = 8  # steps
 _MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
 _ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
-_FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
+_FORECAST_FROM_SHARE = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # the level is HIGH if the limit would be reached within these steps
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
-GROWTH_WINDOW = 8  # peaks
+GROWTH_WINDOW_STEPS = 8  # peaks
 _CALM_STEPS = 50
 _MAX_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
 _MIN_SLOPES = 3
 _TRIMMED_SHARE = 3 / 8  # at each end; more than one slope of three, which may be one allocation
-_RESERVE_SHARE, _MIN_RESERVE = 0.01, 8 << 20
+_RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -164,14 +168,15 @@ class ActionDecision:
     way: Literal["do", "undo"] = "do"
 
 
-def growth_per_step(peaks: Iterable[int]) -> float:
-    """Return by how many bytes the peak grows per step, 0 with fewer than GROWTH_WINDOW peaks.
+def growth_bytes_per_step(peaks: Iterable[int]) -> float:
+    """Return by how many bytes the peak grows per step, 0 with fewer than GROWTH_WINDOW_STEPS
+    peaks.
 
     The smaller of two medians: of the differences between neighbors, which ignores one jump (a
     longer batch), and of the slopes between all pairs (Theil and Sen), which ignores oscillation.
     """
-    last = list(enumerate(list(peaks)[-GROWTH_WINDOW:]))
-    if len(last) < GROWTH_WINDOW:
+    last = list(enumerate(list(peaks)[-GROWTH_WINDOW_STEPS:]))
+    if len(last) < GROWTH_WINDOW_STEPS:
         return 0.0
     slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
     neighbours = median(slope for apart, slope in slopes if apart == 1)
@@ -179,15 +184,19 @@ def growth_per_step(peaks: Iterable[int]) -> float:
 
 
 def host_level(
-    before: Level, used: int, limit: int, growth: float = 0.0, shares: FillLimits = HOST_LIMITS
+    level_before: Level,
+    used: int,
+    limit: int,
+    growth: float = 0.0,
+    shares: FillLimits = HOST_LIMITS,
 ) -> Level:
     """Return the level for a step's peak, given the level before and the growth per step."""
     share = used / limit
-    level = max(lev for lev, begins in shares.begins_at.items() if share >= begins)
-    kept = min(before, max(shares.begins_at))
-    if kept > level and share >= shares.begins_at[kept] - shares.stays_for:
+    level = max(lev for lev, begins in shares.level_begins_at.items() if share >= begins)
+    kept = min(level_before, max(shares.level_begins_at))
+    if kept > level and share >= shares.level_begins_at[kept] - shares.level_hysteresis:
         level = kept
-    if growth > 0 and share >= _FORECAST_FROM:
+    if growth > 0 and share >= _FORECAST_FROM_SHARE:
         steps_left = (limit - reserved_bytes(limit) - used) / growth
         if steps_left < _STEPS_TO_SAFETY:
             return Level.WILL_EXCEED
@@ -196,56 +205,58 @@ def host_level(
     return level
 
 
-def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) -> Level:
+def device_level(level_before: Level, used: int, limit: int, retried: Sequence[bool]) -> Level:
     """Return the level of a device for a step's peak, given the level before.
 
-    ``retried``: for each of the last RETRY_WINDOW steps, whether the allocator had to free its
-    cache. If that persists, every step is slower, and the next longer batch may not fit.
+    ``retried``: for each of the last RETRY_WINDOW_STEPS steps, whether the allocator had to free
+    its cache. If that persists, every step is slower, and the next longer batch may not fit.
     """
     if sum(retried) >= _MIN_RETRIED_STEPS and retried[-1]:
         return Level.HIGH
     if any(retried):
         return Level.TIGHT
-    return host_level(before, used, limit, shares=DEVICE_LIMITS)
+    return host_level(level_before, used, limit, shares=DEVICE_LIMITS)
 
 
 def decide_action(
-    ladder: PolicyState, level: Level, available: Collection[Action]
+    policy_state: PolicyState, level: Level, available: Collection[Action]
 ) -> tuple[PolicyState, ActionDecision | None]:
-    """Return the ladder after this step boundary, and the decision.
+    """Return the policy's state after this step boundary, and the decision.
 
     ``available`` are the actions that can still save memory; an action that was taken is among them
     only if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
-        return ladder, ActionDecision(Action.LEAVE)
+        return policy_state, ActionDecision(Action.LEAVE)
     if level == Level.CALM:
-        return _undo_if_calm(ladder)
-    ladder = replace(ladder, calm_steps=0)
-    if ladder.settling:
-        return replace(ladder, settling=False), None
-    if not ladder.trimmed:
-        return replace(ladder, trimmed=True, settling=True), ActionDecision(Action.TRIM)
+        return _undo_if_calm(policy_state)
+    policy_state = replace(policy_state, calm_steps=0)
+    if policy_state.settling:
+        return replace(policy_state, settling=False), None
+    if not policy_state.trimmed:
+        return replace(policy_state, trimmed=True, settling=True), ActionDecision(Action.TRIM)
     action = next((a for a in _ACTIONS if a in available and level >= a.level), None)
     if action is not None:
-        return replace(ladder, taken=(*ladder.taken, action), settling=True), ActionDecision(action)
+        return replace(
+            policy_state, taken=(*policy_state.taken, action), settling=True
+        ), ActionDecision(action)
     if level == Level.CRITICAL:
-        return ladder, ActionDecision(Action.LEAVE)
-    return ladder, None
+        return policy_state, ActionDecision(Action.LEAVE)
+    return policy_state, None
 
 
-def relieve_device(
-    ladder: PolicyState, available: Collection[Action]
+def decide_after_device_oom(
+    policy_state: PolicyState, available: Collection[Action]
 ) -> tuple[PolicyState, ActionDecision]:
-    """Return the ladder and the decision after a step that ran out of a device's memory.
+    """Return the policy's state and the decision after a step that ran out of a device's memory.
 
     The step is run again, so there is no time to see what another action saves. This action is
     never undone: its memory is needed, and running out elsewhere would end the run.
     """
     action = next((a for a in _ACTIONS if a in available), None)
     if action is None:
-        return ladder, ActionDecision(Action.LEAVE)
-    taken = (*ladder.taken, action)
+        return policy_state, ActionDecision(Action.LEAVE)
+    taken = (*policy_state.taken, action)
     return PolicyState(taken, True, True, num_kept=len(taken)), ActionDecision(action)
 
 
@@ -261,19 +272,21 @@ def next_actions_after_oom(
     return (*taken, *free, *costly[:1])
 
 
-def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:
+def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: int) -> bool:
     """Whether the limit would be reached before this process could act.
 
-    ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``familiar``,
+    ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``known_peak``,
     the peak of a completed step, is no reason to stop.
     """
     used = samples[-1][1]
-    if used <= familiar:
+    if used <= known_peak:
         return False
-    return used + sustained_rate(samples) * _REACTION_S >= limit - reserved_bytes(limit)
+    return used + sustained_growth_bytes_per_s(samples) * _REACTION_S >= limit - reserved_bytes(
+        limit
+    )
 
 
-def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
+def sustained_growth_bytes_per_s(samples: Sequence[tuple[float, int]]) -> float:
     """Return the bytes per second by which memory grows, 0 with too few samples.
 
     The smaller of two rates. First, the trimmed mean of the slopes between neighbors, weighted by
@@ -296,22 +309,24 @@ def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
 
 def reserved_bytes(limit: int) -> int:
     """Return how many bytes below the limit stay free, for usage that samples miss."""
-    return max(int(limit * _RESERVE_SHARE), _MIN_RESERVE)
+    return max(int(limit * _RESERVE_SHARE), _MIN_RESERVE_BYTES)
 
 
 def free_bytes_below(used: int, limit: int, below: Level = Level.HIGH) -> int:
     """Return how many bytes of host memory may be allocated before the level reaches ``below``."""
-    return max(0, int(limit * HOST_LIMITS.begins_at[below]) - used)
+    return max(0, int(limit * HOST_LIMITS.level_begins_at[below]) - used)
 
 
-def _undo_if_calm(ladder: PolicyState) -> tuple[PolicyState, ActionDecision | None]:
-    calm = replace(ladder, trimmed=False, settling=False, calm_steps=ladder.calm_steps + 1)
-    if len(ladder.taken) == ladder.num_kept or calm.calm_steps < ladder.patience:
+def _undo_if_calm(policy_state: PolicyState) -> tuple[PolicyState, ActionDecision | None]:
+    calm = replace(
+        policy_state, trimmed=False, settling=False, calm_steps=policy_state.calm_steps + 1
+    )
+    if len(policy_state.taken) == policy_state.num_kept or calm.calm_steps < policy_state.patience:
         return calm, None
     undone = replace(
         calm,
-        taken=ladder.taken[:-1],
+        taken=policy_state.taken[:-1],
         calm_steps=0,
-        patience=min(2 * ladder.patience, _MAX_CALM_STEPS),
+        patience=min(2 * policy_state.patience, _MAX_CALM_STEPS),
     )
-    return undone, ActionDecision(ladder.taken[-1], "undo")
+    return undone, ActionDecision(policy_state.taken[-1], "undo")

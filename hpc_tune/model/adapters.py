@@ -23,28 +23,32 @@ from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.experts import (
     find_expert_modules,
     find_routers,
-    find_stacks,
+    find_stacked_experts,
     list_stacked_tensors,
     num_chosen_experts,
 )
 from hpc_tune.model.language import LanguageModel, read_config
-from hpc_tune.model.layers import find_uncalled_linears
-from hpc_tune.model.modules_to_save import add_trained_rows, token_ids, train_modules
+from hpc_tune.model.layers import find_unreplaceable_linears
+from hpc_tune.model.modules_to_save import (
+    add_trainable_token_rows,
+    make_modules_trainable,
+    token_ids,
+)
 from hpc_tune.model.weights import adapted_layer
 from hpc_tune.packages import fast_imports
 
 ALL_LINEAR = "all-linear"
 # Names of experts and routers in transformers 4, where they were linear layers.
-EXPERT_NAMES = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-_WEIGHT_PATTERN = ("(?:", r")(?:\.weight)?")  # prefix and suffix of a pattern
+EXPERT_LAYER_NAMES = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+_WEIGHT_PATTERN_AFFIXES = ("(?:", r")(?:\.weight)?")  # prefix and suffix of a pattern
 
 
 @dataclass(frozen=True)
 class Targets:
     """The parts of a model that get adapters: linear layers by name, and tensors by path.
 
-    ``parameters``: expert stacks, and the weights of ``weight_layers``, such as routers that are
-    not linear layers. ``stacks``: paths of the modules whose expert stacks get adapters;
+    ``parameters``: expert stacks, and the weights of ``raw_weight_layers``, such as routers that
+    are not linear layers. ``stacks``: paths of the modules whose expert stacks get adapters;
     ``expert_rank``: the rank of these.
     """
 
@@ -52,7 +56,7 @@ class Targets:
     parameters: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
     expert_rank: int = 0
-    weight_layers: tuple[str, ...] = ()
+    raw_weight_layers: tuple[str, ...] = ()
 
 
 def add_adapters(
@@ -67,8 +71,8 @@ def add_adapters(
     linear = sorted(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
-    _require_targets(tune, model, linear)
-    _refuse_uncalled_linears(tune, model)
+    _require_known_targets(tune, model, linear)
+    _refuse_unreplaceable_linears(tune, model)
     targets = resolve_targets(model, tune)
     if tune.expert_rank and not targets.stacks:
         names = _find_stack_names(model)
@@ -88,11 +92,11 @@ def add_adapters(
             f"Linear layers of this model: {', '.join(linear)}"
         ) from None
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
-    _require_patterns(tune, layers, targets.stacks)
-    _require_whole_model_patterns(
-        tune, {layer: language.names.name_in_whole(layer) for layer in layers}
+    _require_matching_patterns(tune, layers, targets.stacks)
+    _require_consistent_patterns(
+        tune, {layer: language.names.whole_model_name(layer) for layer in layers}
     )
-    _require_loadable(tune, layers, directory)
+    _require_loadable_dora(tune, layers, directory)
     transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
     if transposed and tune.method != "lora":
         raise ConfigError(
@@ -105,13 +109,13 @@ def add_adapters(
             "adapters are for linear layers"
         )
     if hasattr(model.get_output_embeddings(), "lora_A"):
-        _require_own_head(language, tune)
+        _require_adaptable_head(language, tune)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_adapter_dtype(tune))
-    train_modules(model, tune, language.is_tied, _adapter_dtype(tune), dtype)
+    make_modules_trainable(model, tune, language.is_tied, _adapter_dtype(tune), dtype)
     if tokens := token_ids(directory, tune.trainable_tokens):
-        add_trained_rows(model, tokens, language.is_tied, _adapter_dtype(tune))
+        add_trainable_token_rows(model, tokens, language.is_tied, _adapter_dtype(tune))
     return wrapped
 
 
@@ -126,7 +130,7 @@ def _wrap_by_peft(model: Any, config: Any) -> nn.Module:
     with fast_imports():
         from peft import get_peft_model
 
-    with warnings.catch_warnings(), fast_imports(), without_target_conversion():
+    with warnings.catch_warnings(), fast_imports(), keep_peft_target_names():
         # peft reads an attribute of transformers by its deprecated name, once per rank.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it
@@ -145,31 +149,31 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     """Resolve ``tune.targets`` in a model that has no adapters yet.
 
     In a mixture of experts, all-linear means attention, dense layers and shared experts, without
-    ``find_uncalled_linears``. Expert stacks and routers get adapters only if they are named.
+    ``find_unreplaceable_linears``. Expert stacks and routers get adapters only if they are named.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
-    routers, stacks = find_routers(model), [path for path, _ in find_stacks(model)]
-    special = list(find_uncalled_linears(model))
+    routers, stacks = find_routers(model), [path for path, _ in find_stacked_experts(model)]
+    special = list(find_unreplaceable_linears(model))
     if not stacks and not routers and not special:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name in named if name != ALL_LINEAR]
-    if unstacked := [p for p in _find_unstacked_experts(model) if _is_named(p, modules)]:
+    if unstacked := [p for p in _find_unstacked_experts(model) if _ends_with_name(p, modules)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {unstacked[0]} cannot have adapters: its experts are "
             "neither linear layers nor stacked in one tensor; leave them out, or use "
             "tune.method=full"
         )
-    adapted = tuple(path for path in stacks if _is_named(path, modules))
-    bare = [path for path, router in routers.items() if _is_bare_router(router)]
-    chosen = [path for path in bare if _is_named(path, modules)]
-    rest = [n for n in modules if not any(_is_named(path, [n]) for path in (*stacks, *bare))]
+    adapted = tuple(path for path in stacks if _ends_with_name(path, modules))
+    bare = [path for path, router in routers.items() if _is_raw_weight_router(router)]
+    chosen = [path for path in bare if _ends_with_name(path, modules)]
+    rest = [n for n in modules if not any(_ends_with_name(path, [n]) for path in (*stacks, *bare))]
     if ALL_LINEAR in named:
-        rest += _find_linears(model, {*routers, *special})
+        rest += _find_linears_except(model, {*routers, *special})
     if adapted:
-        _refuse_unsupported_on_stacks(tune)
+        _check_expert_stack_settings(tune)
     parameters = [name for path in adapted for name in list_stacked_tensors(model, path)]
     parameters += [f"{path}.weight" for path in chosen]
     chosen_each = num_chosen_experts(getattr(model, "config", None))
@@ -177,13 +181,13 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     return Targets(rest, tuple(parameters), adapted, rank, tuple(chosen))
 
 
-def _is_named(path: str, names: list[str]) -> bool:
+def _ends_with_name(path: str, names: list[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _find_unstacked_experts(model: nn.Module) -> list[str]:
     """Return the paths of modules whose experts cannot have adapters, and of their parents."""
-    stacks = {path for path, _ in find_stacks(model)}
+    stacks = {path for path, _ in find_stacked_experts(model)}
     held = [
         (p, m)
         for p, m in find_expert_modules(model)
@@ -192,17 +196,17 @@ def _find_unstacked_experts(model: nn.Module) -> list[str]:
     return [path for p, _ in held for path in (p, p.rpartition(".")[0])]
 
 
-def _is_bare_router(router: nn.Module) -> bool:
+def _is_raw_weight_router(router: nn.Module) -> bool:
     """Whether a router is not a linear layer, but holds a weight matrix like one."""
     weight = getattr(router, "weight", None)
     return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
-def _refuse_uncalled_linears(tune: TuneConfig, model: nn.Module) -> None:
-    """Refuse named targets among ``find_uncalled_linears``."""
+def _refuse_unreplaceable_linears(tune: TuneConfig, model: nn.Module) -> None:
+    """Refuse named targets among ``find_unreplaceable_linears``."""
     named = [] if isinstance(tune.targets, str) else tune.targets
-    special = list(find_uncalled_linears(model))
-    if bad := [name for name in named if any(_is_named(path, [name]) for path in special)]:
+    special = list(find_unreplaceable_linears(model))
+    if bad := [name for name in named if any(_ends_with_name(path, [name]) for path in special)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {bad[0]} is not called like other linear layers: a "
             "fused kernel takes its weight, or its matmul is grouped, so its adapter would not be "
@@ -210,7 +214,7 @@ def _refuse_uncalled_linears(tune: TuneConfig, model: nn.Module) -> None:
         )
 
 
-def _find_linears(model: Any, others: set[str]) -> list[str]:
+def _find_linears_except(model: Any, others: set[str]) -> list[str]:
     """Return the paths of all linear layers except ``others`` and the output head."""
     head = model.get_output_embeddings()
     return [
@@ -220,7 +224,7 @@ def _find_linears(model: Any, others: set[str]) -> list[str]:
     ]
 
 
-def _refuse_unsupported_on_stacks(tune: TuneConfig) -> None:
+def _check_expert_stack_settings(tune: TuneConfig) -> None:
     """Refuse settings that adapters on expert stacks do not support."""
     if tune.method == "dora":
         raise ConfigError(
@@ -235,7 +239,7 @@ def _refuse_unsupported_on_stacks(tune: TuneConfig) -> None:
 
 
 @contextmanager
-def without_target_conversion() -> Iterator[None]:
+def keep_peft_target_names() -> Iterator[None]:
     """Keep peft from converting target names.
 
     In families whose experts were linear layers in transformers 4, peft takes gate_proj to mean the
@@ -254,12 +258,12 @@ def without_target_conversion() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = theirs
 
 
-def find_names_taken_for_stacks(directory: Path) -> set[str]:
+def find_peft_stack_names(directory: Path) -> set[str]:
     """Return the names that stock peft takes for expert stacks in the model of a directory.
 
     peft decides by the model type, even if a shared expert or a dense layer has such a name.
     """
-    names = {*EXPERT_NAMES}
+    names = {*EXPERT_LAYER_NAMES}
     with fast_imports():
         from peft import LoraConfig
 
@@ -273,11 +277,13 @@ def find_names_taken_for_stacks(directory: Path) -> set[str]:
     return names - {*asked.target_modules}
 
 
-def _require_loadable(tune: TuneConfig, layers: list[str], directory: Path) -> None:
+def _require_loadable_dora(tune: TuneConfig, layers: list[str], directory: Path) -> None:
     """Refuse DoRA on layers that peft takes for expert stacks, for which it has no DoRA."""
-    if tune.method != "dora" or {_last_part(layer) for layer in layers}.isdisjoint(EXPERT_NAMES):
+    if tune.method != "dora" or {_last_part(layer) for layer in layers}.isdisjoint(
+        EXPERT_LAYER_NAMES
+    ):
         return
-    taken = find_names_taken_for_stacks(directory)
+    taken = find_peft_stack_names(directory)
     if lost := [layer for layer in layers if _last_part(layer) in taken]:
         others = sorted({_last_part(layer) for layer in layers} - taken)
         rest = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
@@ -293,7 +299,7 @@ def _last_part(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _require_own_head(language: LanguageModel, tune: TuneConfig) -> None:
+def _require_adaptable_head(language: LanguageModel, tune: TuneConfig) -> None:
     """Refuse adapters on an output head that cannot have them."""
     if language.is_tied:
         raise ConfigError(
@@ -308,14 +314,14 @@ def _require_own_head(language: LanguageModel, tune: TuneConfig) -> None:
         )
 
 
-def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> None:
+def _require_known_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> None:
     """Refuse a target that names no module; peft ignores such a target if another one matches."""
     named = [] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name, _ in model.named_modules()]
     unknown = [
         name
         for name in named
-        if name != ALL_LINEAR and not any(_is_named(module, [name]) for module in modules)
+        if name != ALL_LINEAR and not any(_ends_with_name(module, [name]) for module in modules)
     ]
     if unknown:
         near = difflib.get_close_matches(unknown[0], linear, n=3)
@@ -330,10 +336,12 @@ def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> N
 
 
 def _find_stack_names(model: nn.Module) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path, _ in find_stacks(model)})
+    return sorted({path.rpartition(".")[2] for path, _ in find_stacked_experts(model)})
 
 
-def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]) -> None:
+def _require_matching_patterns(
+    tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]
+) -> None:
     """Refuse a pattern that matches no adapted layer, and two for one layer: they have no order."""
     plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
     for setting in ("rank_pattern", "alpha_pattern"):
@@ -358,14 +366,14 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
                 )
 
 
-def _require_whole_model_patterns(tune: TuneConfig, in_whole: Mapping[str, str]) -> None:
+def _require_consistent_patterns(tune: TuneConfig, whole_name_by_layer: Mapping[str, str]) -> None:
     """Refuse a pattern that matches only one of a layer's paths in language model and whole model.
 
     Adapters are trained in the language model, but exported and merged for the whole model.
     """
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
-        for layer, whole in in_whole.items():
+        for layer, whole in whole_name_by_layer.items():
             if odd := {*match_patterns(patterns, layer)} ^ {*match_patterns(patterns, whole)}:
                 end = os.path.commonprefix([layer[::-1], whole[::-1]])[::-1].partition(".")[2]
                 raise ConfigError(
@@ -380,8 +388,8 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     with fast_imports():
         from peft import LoraConfig
 
-    ranks = _add_weight_patterns(tune.rank_pattern, targets.weight_layers)
-    alphas = _add_weight_patterns(tune.alpha_pattern, targets.weight_layers)
+    ranks = _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
+    alphas = _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # for the same scale
@@ -403,19 +411,21 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     )
 
 
-def _add_weight_patterns(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+def _extend_patterns_to_weights(
+    patterns: Mapping[str, Any], layers: Sequence[str]
+) -> dict[str, Any]:
     """Make patterns also match the weights of ``layers``, by which peft identifies these layers."""
     changed = {key for layer in layers for key in match_patterns(patterns, layer)}
-    before, behind = _WEIGHT_PATTERN
+    before, behind = _WEIGHT_PATTERN_AFFIXES
     return {
         f"{before}{key.removesuffix('$')}{behind}" if key in changed else key: value
         for key, value in patterns.items()
     }
 
 
-def strip_weight_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``_add_weight_patterns`` in an adapter's patterns."""
-    before, behind = _WEIGHT_PATTERN
+def restore_layer_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``_extend_patterns_to_weights`` in an adapter's patterns."""
+    before, behind = _WEIGHT_PATTERN_AFFIXES
     return {
         key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value
         for key, value in patterns.items()

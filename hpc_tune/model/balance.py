@@ -2,7 +2,7 @@
 
     a router's logits and choices -> tokens per expert
                                   -> balance loss, and z loss (on the size of the logits)
-    its weights  -> _LossCarrier -> experts   backward: the losses' gradient goes to the logits
+    its weights  -> _AttachRouterLoss -> experts   backward: the losses' gradient goes to the logits
 
 For a packed row with T tokens (padding excluded), E experts, k choices per token, n_e tokens that
 go to expert e, and the probabilities p_te (Megatron-LM's seq_aux_loss, moe_utils.py, times T, so
@@ -34,10 +34,10 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.micro_batch import batch_context
 from hpc_tune.model.shared_rows import SharedRows
 
-Score = Literal["softmax", "sigmoid", ""]
+ScoreFunction = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-_TOLERANCE = 1e-3  # relative: some families add 1e-6 to the denominator of weights
+_SCORE_TOLERANCE = 1e-3  # relative: some families add 1e-6 to the denominator of weights
 _NUM_LOSSES = 2
 
 
@@ -85,16 +85,16 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
     return tuple(routers)
 
 
-def find_router_score(model: nn.Module, run: Any) -> Score:
+def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
     """Return the function with which a mixture's routers weight experts, found by a ``run()``.
 
     "" if routers differ, or do not return (logits, weights, choices). If the function is unknown,
     softmax if transformers has a loss for the family, else "".
     """
-    found: list[Score | None] = []
+    found: list[ScoreFunction | None] = []
 
     def look(_module: nn.Module, _inputs: Any, out: Any) -> None:
-        found.append(_infer_score(*out) if _is_known_output(out) else None)
+        found.append(_infer_score_function(*out) if _is_router_output(out) else None)
 
     choosers = find_router_modules(model)
     handles = [module.register_forward_hook(look) for module in choosers.values()]
@@ -106,10 +106,10 @@ def find_router_score(model: nn.Module, run: Any) -> Score:
             handle.remove()
     if len(found) != len(choosers) or len(set(found)) != 1 or found[0] is None:
         return ""
-    return found[0] or _stock_score(model)
+    return found[0] or _stock_score_function(model)
 
 
-def _is_known_output(out: Any) -> bool:
+def _is_router_output(out: Any) -> bool:
     if not isinstance(out, tuple) or len(out) != 3:
         return False
     if not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in out):
@@ -123,30 +123,30 @@ def _is_known_output(out: Any) -> bool:
     )
 
 
-def _infer_score(
+def _infer_score_function(
     logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor
-) -> Score:
+) -> ScoreFunction:
     """Return which scores the weights are multiples of, by a factor per token (K = 1: one)."""
     own_NK = weights_NK.float()
-    scores: dict[Score, torch.Tensor] = {
+    scores: dict[ScoreFunction, torch.Tensor] = {
         "softmax": logits_NE.float().softmax(-1),
         "sigmoid": logits_NE.float().sigmoid(),
     }
     for name, scores_NE in scores.items():
         factor_NK = own_NK / scores_NE.gather(1, chosen_NK.long())
         mean = factor_NK.mean() if factor_NK.shape[1] == 1 else factor_NK.mean(1, keepdim=True)
-        if ((factor_NK - mean).abs() <= _TOLERANCE * mean.abs()).all():
+        if ((factor_NK - mean).abs() <= _SCORE_TOLERANCE * mean.abs()).all():
             return name
     return ""
 
 
-def _stock_score(model: Any) -> Score:
+def _stock_score_function(model: Any) -> ScoreFunction:
     """Return softmax for a family with its own weighting if transformers has a loss for it."""
     modules = (sys.modules.get(type(m).__module__) for m in model.modules())
     return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
 
 
-def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
+def real_token_mask(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
     """Return a mask of a batch's tokens that are not padding, [B, T], without a device sync."""
     num_rows, num_own = batch.tokens_BT.shape
     shape = num_rows, num_own * (share.part.size if share else 1)
@@ -154,7 +154,7 @@ def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
     for number, padding in enumerate(batch.padding):
         if padding:
             real_BT[number, shape[1] - padding :] = False
-    return share.part.cut(real_BT) if share else real_BT
+    return share.part.cut_to_rank(real_BT) if share else real_BT
 
 
 def count_expert_tokens(
@@ -169,14 +169,14 @@ def count_expert_tokens(
     return is_chosen_BTE.sum(1).float()
 
 
-def _count_whole_rows(
+def _sum_counts_of_shared_rows(
     counts_BE: torch.Tensor, real_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's tokens by expert and in total, summed over the ranks that share rows."""
     tokens_B, share = real_BT.sum(1), batch_context.batch.share
     if share is None:
         return counts_BE, tokens_B
-    both = share.add_up(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
+    both = share.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
     return both[:, :-1], both[:, -1]
 
 
@@ -185,7 +185,7 @@ def balance_loss(
     counts_BE: torch.Tensor,
     num_chosen: int,
     real_BT: torch.Tensor,
-    score: Score,
+    score: ScoreFunction,
     tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over rows of ``balance`` (see the top); sigmoid scores are normalized to 1.
@@ -212,12 +212,13 @@ def z_loss(logits_NE: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
 class RouterWatch:
     """Adds up what the routers of this rank's stages do in a step, and trains their losses.
 
-    ``sums`` is one vector, to be summed over the ranks with other values; ``read`` interprets it.
-    It is empty if there are no ``routers``: in dense models, and if routers cannot be watched.
+    ``sums`` is one vector, to be summed over the ranks with other values; ``interpret_sums``
+    interprets it. It is empty if there are no ``routers``: in dense models, and if routers cannot
+    be watched.
     """
 
     def __init__(
-        self, routers: Sequence[Router], score: Score, tune: TuneConfig, counts: bool = True
+        self, routers: Sequence[Router], score: ScoreFunction, tune: TuneConfig, counts: bool = True
     ) -> None:
         """Watch ``routers``, those of the whole model. ``counts``: whether this rank counts tokens;
         of the ranks that work on the same rows, one does.
@@ -228,7 +229,7 @@ class RouterWatch:
         self._is_first_pass, self.scale = False, 0.0
         self.sums = torch.zeros(0)
 
-    def attach(self, stages: Sequence[Any], device: torch.device) -> None:
+    def hook_routers(self, stages: Sequence[Any], device: torch.device) -> None:
         """Hook the routers of ``stages``, this rank's parts of the model (``LossModel``s)."""
         self.sums = torch.zeros(num_router_sums(self._routers), dtype=torch.float32, device=device)
         for stage in stages if self._routers else ():
@@ -249,7 +250,7 @@ class RouterWatch:
         self.sums.zero_()
 
     @contextmanager
-    def first_pass(self) -> Iterator[None]:
+    def count_first_pass(self) -> Iterator[None]:
         """Count routers' choices in this context; blocks are recomputed outside of it."""
         self._is_first_pass = True
         try:
@@ -257,7 +258,7 @@ class RouterWatch:
         finally:
             self._is_first_pass = False
 
-    def read(self, sums: Sequence[float]) -> RouterSums | None:
+    def interpret_sums(self, sums: Sequence[float]) -> RouterSums | None:
         """Interpret ``sums``; return None if no router is watched."""
         if not self._routers:
             return None
@@ -274,19 +275,22 @@ class RouterWatch:
         counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
         balance = z = None
         if self._balance:
-            k, (whole_BE, tokens_B) = chosen_NK.shape[1], _count_whole_rows(counts_BE, real_BT)
+            k, (whole_BE, tokens_B) = (
+                chosen_NK.shape[1],
+                _sum_counts_of_shared_rows(counts_BE, real_BT),
+            )
             balance = balance_loss(logits_NE, whole_BE, k, real_BT, self._score, tokens_B)
         if self._z:
             z = z_loss(logits_NE, real_BT)
         if self._is_first_pass and self._counts:
-            self._add(number, counts_BE, balance, z)
+            self._add_to_sums(number, counts_BE, balance, z)
         learned = [c * t for c, t in ((self._balance, balance), (self._z, z)) if t is not None]
         if not learned or not learned[0].requires_grad:
             return None
-        return logits_NE, _LossCarrier.apply(weights_NK, sum(learned), self), chosen_NK
+        return logits_NE, _AttachRouterLoss.apply(weights_NK, sum(learned), self), chosen_NK
 
     @torch.no_grad()
-    def _add(
+    def _add_to_sums(
         self,
         number: int,
         counts_BE: torch.Tensor,
@@ -300,7 +304,7 @@ class RouterWatch:
         self.sums[start : start + counts_BE.shape[1]] += counts_BE.sum(0)
 
 
-class _LossCarrier(torch.autograd.Function):
+class _AttachRouterLoss(torch.autograd.Function):
     """Returns the weights unchanged; its backward pass also gives ``loss`` its gradient."""
 
     @staticmethod
@@ -322,7 +326,7 @@ def num_router_sums(routers: Sequence[Router]) -> int:
     return _NUM_LOSSES + width * len(routers) if routers else 0
 
 
-def summarise_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
+def summarize_expert_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
     """Return numbers that tell how unevenly a step's tokens are spread; None for a dense model.
 
     ``largest``: tokens of the fullest expert, relative to the mean of its layer. ``unused``: the

@@ -15,7 +15,7 @@ from torch import nn
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.adapters import add_adapters
-from hpc_tune.model.balance import Router, Score
+from hpc_tune.model.balance import Router, ScoreFunction
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.experts import make_routers_deterministic
@@ -23,25 +23,25 @@ from hpc_tune.model.language import (
     LanguageModel,
     TensorNames,
     language_config,
-    list_other_parts,
     make_language_model,
     read_config,
     stored_tensors,
+    summarize_unused_tensors,
 )
 from hpc_tune.model.layers import keep_fp32
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.modules_to_save import TokenRows
+from hpc_tune.model.modules_to_save import TrainableTokenRows
 from hpc_tune.model.objective import make_objective
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantized_base import pack_base
 from hpc_tune.model.regions import local_region
-from hpc_tune.model.rotary import require_scaled
+from hpc_tune.model.rotary import require_scaling_support
 from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import (
     ADAPTER_PREFIX,
     TensorIndex,
     fingerprint_weights,
-    hash_model,
+    hash_architecture,
     index_model_directory,
 )
 from hpc_tune.world.device import find_architecture
@@ -49,7 +49,7 @@ from hpc_tune.world.device import find_architecture
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that ``model.dtype`` means on this device (auto: bf16 if a GPU has it)."""
     if name == "auto":
         architecture = find_architecture(device)
@@ -120,7 +120,7 @@ class BuiltModel:
     names: TensorNames = TensorNames()
     others: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
-    router_score: Score = ""
+    router_score: ScoreFunction = ""
     rope_scaling: Mapping[str, Any] | None = None
 
     @property
@@ -128,9 +128,9 @@ class BuiltModel:
         """Ids of the tokens whose embedding rows are trained, in ascending order."""
         embedding = self.module.causal_lm().get_input_embeddings()
         rows = getattr(embedding, "token_adapter", None)
-        return rows.ids if isinstance(rows, TokenRows) else ()
+        return rows.ids if isinstance(rows, TrainableTokenRows) else ()
 
-    def find_stored(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
+    def locate_initial_values(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
         """Return the files that hold a tensor's initial values, and its name in them.
 
         None if no file holds them.
@@ -167,8 +167,8 @@ class BuiltModel:
 
     @property
     def identity(self) -> str:
-        """See ``hash_model``."""
-        return hash_model(self.directory, self.index)
+        """See ``hash_architecture``."""
+        return hash_architecture(self.directory, self.index)
 
     @property
     def weights_fingerprint(self) -> str:
@@ -200,7 +200,7 @@ def build(
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or
             tune.param_dtype is bf16 in an fp32 model, or positions cannot be scaled in this way.
     """
-    _require_precision(tune, dtype)
+    _refuse_bf16_params_in_fp32(tune, dtype)
     full = tune.method == "full"
     of_base = DTYPES[tune.param_dtype] if full else dtype
     language, dropout = _make_language_model(directory, of_base, weights, rope_scaling)
@@ -221,7 +221,7 @@ def build(
         for name, tensor in stored_tensors(module)
         if id(tensor) in own_names
     }
-    if tune.packed_base:
+    if tune.base_packing:
         pack_base(model, tune, dtype)
     used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
     trained = (name for name, p in module.named_parameters() if p.requires_grad)
@@ -239,7 +239,7 @@ def build(
         stored[tied] if tied else None,
         dropout=dropout,
         names=names,
-        others=list_other_parts(file_index, used) if file_index is not None else (),
+        others=summarize_unused_tensors(file_index, used) if file_index is not None else (),
         rope_scaling=rope_scaling,
     )
 
@@ -253,12 +253,12 @@ def _make_language_model(
     index = index_model_directory(directory) if weights else None
     language = make_language_model(config, directory, dtype, index)
     if rope_scaling is not None:
-        require_scaled(language.model, rope_scaling)
+        require_scaling_support(language.model, rope_scaling)
     language.model.config.use_cache = False
     return language, dropout
 
 
-def _require_precision(tune: TuneConfig, dtype: torch.dtype) -> None:
+def _refuse_bf16_params_in_fp32(tune: TuneConfig, dtype: torch.dtype) -> None:
     if tune.param_dtype == "bf16" and dtype == torch.float32:
         raise ConfigError(
             "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "
@@ -307,11 +307,12 @@ def _require_known_conversion(
 ) -> None:
     """Refuse a model if transformers makes a missing tensor from stored ones in an unknown way."""
     unfollowed = getattr(index, "unfollowed", {})
-    found = next((name for name in missing if names.name_in_whole(name) in unfollowed), None)
+    found = next((name for name in missing if names.whole_model_name(name) in unfollowed), None)
     if found is not None:
         raise DataError(
             f"{directory}: transformers makes {found} from tensors in these files by "
-            f"{unfollowed[names.name_in_whole(found)]}, which is not supported here, so this model "
+            f"{unfollowed[names.whole_model_name(found)]}, which is not supported here, so this "
+            "model "
             "cannot be read"
         )
 
@@ -329,6 +330,6 @@ def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
 
 def _peft_name(name: str, names: TensorNames) -> str:
     """Return the name under which peft saves a parameter of its adapter ``default``."""
-    inside = names.name_in_whole(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
+    inside = names.whole_model_name(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
     plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
     return ADAPTER_PREFIX + plain.replace(".default", "")

@@ -11,7 +11,7 @@ import numpy as np
 from hpc_tune.errors import ConfigError, find_remedy
 
 BUILTIN_TINY = "builtin:tiny"
-SEED = 20240229
+TINY_SEED = 20240229
 SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-SHAPE = {
+TINY_CONFIG = {
     "hidden_size": 128,
     "intermediate_size": 352,
     "num_hidden_layers": 4,
@@ -31,7 +31,7 @@ SHAPE = {
 }
 
 
-def write_tiny(directory: Path) -> None:
+def write_tiny_model(directory: Path) -> None:
     """Write builtin:tiny (0.8M parameters) and its tokenizer, unless ``directory`` has it already.
 
     The weights come from numpy's Philox stream, normal with standard deviation 0.02 (norms are
@@ -57,7 +57,7 @@ def _write_model(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _make_tokenizer()
     config = LlamaConfig(
-        **SHAPE,
+        **TINY_CONFIG,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -65,7 +65,7 @@ def _write_model(directory: Path) -> None:
         dtype="float32",
     )
     tokenizer.save_pretrained(directory)
-    draw = np.random.Generator(np.random.Philox(SEED))
+    draw = np.random.Generator(np.random.Philox(TINY_SEED))
     weights = {
         name: (
             np.ones(shape, np.float32)
@@ -81,12 +81,12 @@ def _write_model(directory: Path) -> None:
 
 
 def _weight_shapes() -> dict[str, tuple[int, ...]]:
-    hidden, wide = SHAPE["hidden_size"], SHAPE["intermediate_size"]
-    kv = hidden // SHAPE["num_attention_heads"] * SHAPE["num_key_value_heads"]
+    hidden, wide = TINY_CONFIG["hidden_size"], TINY_CONFIG["intermediate_size"]
+    kv = hidden // TINY_CONFIG["num_attention_heads"] * TINY_CONFIG["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (SHAPE["vocab_size"], hidden)
+        "model.embed_tokens.weight": (TINY_CONFIG["vocab_size"], hidden)
     }
-    for i in range(SHAPE["num_hidden_layers"]):
+    for i in range(TINY_CONFIG["num_hidden_layers"]):
         block = f"model.layers.{i}."
         shapes |= {
             block + "self_attn.q_proj.weight": (hidden, hidden),
@@ -117,7 +117,7 @@ def _make_tokenizer() -> Any:
         pad_token="<|pad|>",
         bos_token="<|start|>",
         eos_token="<|end|>",
-        model_max_length=SHAPE["max_position_embeddings"],
+        model_max_length=TINY_CONFIG["max_position_embeddings"],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

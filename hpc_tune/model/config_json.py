@@ -19,7 +19,9 @@ from hpc_tune.files import raise_if_out_of_files
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 _COUNT_KEY = re.compile(r"(layers?|experts|blocks|^depth)$")
-MAX_PARTS = 10_000  # layers of a model, or experts of a layer; ten times what any model has
+MAX_LAYERS_OR_EXPERTS = (
+    10_000  # layers of a model, or experts of a layer; ten times what any model has
+)
 
 
 def read_config_json(directory: Path) -> Any:
@@ -29,11 +31,11 @@ def read_config_json(directory: Path) -> Any:
         OSError, ValueError: if it cannot be read.
     """
     file = directory / "config.json"
-    return _read_cached(file, file.stat().st_mtime_ns)
+    return _read_json_cached(file, file.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_cached(file: Path, changed_ns: int) -> Any:
+def _read_json_cached(file: Path, mtime_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -57,7 +59,7 @@ def config_parts(settings: Any) -> list[dict[str, Any]]:
     return [part for part in several if isinstance(part, dict)]
 
 
-def common_value(config: Any, name: str) -> Any:
+def value_shared_by_layers(config: Any, name: str) -> Any:
     """Return a value of transformers' ``config`` that all layers share; None if they differ."""
     try:
         return getattr(config, name, None)
@@ -65,13 +67,13 @@ def common_value(config: Any, name: str) -> Any:
         return None
 
 
-def has_router_losses(directory: Path) -> bool:
+def config_enables_router_loss(directory: Path) -> bool:
     """Whether config.json turns on transformers' own loss for the routers."""
     parts = config_parts(read_config_json(directory))
     return any(part.get("output_router_logits") for part in parts)
 
 
-def refuse_huge_counts(directory: Path) -> None:
+def refuse_huge_layer_counts(directory: Path) -> None:
     """Refuse more layers or experts than any model has: they would be built one by one.
 
     Raises:
@@ -80,10 +82,14 @@ def refuse_huge_counts(directory: Path) -> None:
     settings = try_read_config_json(directory)  # transformers reports an unreadable file
     counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
-        if _COUNT_KEY.search(name) and isinstance(value, int | float) and value > MAX_PARTS:
+        if (
+            _COUNT_KEY.search(name)
+            and isinstance(value, int | float)
+            and value > MAX_LAYERS_OR_EXPERTS
+        ):
             raise DataError(
                 f"{directory}/config.json cannot be used: {name}={value:,}, and no model has more "
-                f"than {MAX_PARTS:,}; is the file damaged?"
+                f"than {MAX_LAYERS_OR_EXPERTS:,}; is the file damaged?"
             )
 
 
@@ -107,12 +113,12 @@ def refuse_hub_kernels(directory: Path) -> None:
 SHAPE_PREFIX = "shape:"
 
 
-def shape_names() -> list[str]:
+def model_shape_names() -> list[str]:
     """Return the names of the shapes that come with the package, in order."""
     return sorted(folder.name for folder in _shapes().iterdir() if folder.is_dir())
 
 
-def shape_directory(path: str) -> Path:
+def resolve_model_directory(path: str) -> Path:
     """Return the directory that holds the config.json of ``model.path``, a shape or a directory.
 
     Raises:
@@ -121,21 +127,23 @@ def shape_directory(path: str) -> Path:
     if not path.startswith(SHAPE_PREFIX):
         return Path(path)
     name = path.removeprefix(SHAPE_PREFIX)
-    if name not in shape_names():
-        near = difflib.get_close_matches(name, shape_names(), n=3) or shape_names()
+    if name not in model_shape_names():
+        near = difflib.get_close_matches(name, model_shape_names(), n=3) or model_shape_names()
         raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(near)}")
     return _shapes() / name
 
 
-def find_nearest_shape(path: str) -> str:
+def find_nearest_model_shape(path: str) -> str:
     """Return the shape whose name is closest to that of a model, such as shape:llama3-8b."""
     name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
     size = re.search(r"\d+b", name)
-    names = [shape for shape in shape_names() if size and shape.endswith(f"-{size[0]}")]
-    return SHAPE_PREFIX + difflib.get_close_matches(name, names or shape_names(), 1, cutoff=0)[0]
+    names = [shape for shape in model_shape_names() if size and shape.endswith(f"-{size[0]}")]
+    return (
+        SHAPE_PREFIX + difflib.get_close_matches(name, names or model_shape_names(), 1, cutoff=0)[0]
+    )
 
 
-def refuse_shape(path: str) -> None:
+def refuse_weightless_shape(path: str) -> None:
     """Refuse a shape where weights are needed.
 
     Raises:

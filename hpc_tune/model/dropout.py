@@ -25,9 +25,9 @@ class RowDropout(nn.Module):
         self.p, self._key = p, f"{seed} {layer}"
         self._slice, self._num_slices = 0, 1
 
-    def take_slice(self, number: int, of: int) -> None:
-        """Treat inputs as slice ``number`` of the features, which are cut into ``of`` slices."""
-        self._slice, self._num_slices = number, of
+    def set_feature_slice(self, number: int, num_slices: int) -> None:
+        """Treat inputs as slice ``number`` of the features, which are cut into ``num_slices``."""
+        self._slice, self._num_slices = number, num_slices
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
@@ -40,7 +40,7 @@ class RowDropout(nn.Module):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
         if share:
-            kept = share.part.cut(kept).clone()
+            kept = share.part.cut_to_rank(kept).clone()
         kept = kept.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
             kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
@@ -105,11 +105,14 @@ class EmbeddingNoise:
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
         if share:
-            lengths_BT = batch.whole_rows.lengths_BT()
-            noise_BTD, lengths_BT = share.part.cut(noise_BTD), share.part.cut(lengths_BT)
+            document_lengths_BT = batch.whole_row_starts.document_lengths_BT()
+            noise_BTD, document_lengths_BT = (
+                share.part.cut_to_rank(noise_BTD),
+                share.part.cut_to_rank(document_lengths_BT),
+            )
         else:
-            lengths_BT = document_lengths(batch.positions_BT)
-        values_BT = embeddings_BTD.shape[-1] * lengths_BT
+            document_lengths_BT = document_lengths(batch.positions_BT)
+        values_BT = embeddings_BTD.shape[-1] * document_lengths_BT
         noise_BTD = noise_BTD * (self._alpha / values_BT.float().sqrt()).unsqueeze(-1)
         return embeddings_BTD + noise_BTD.to(embeddings_BTD.dtype)
 

@@ -17,31 +17,31 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 
 # In a path: the module that assigns tokens to a stack of experts, or a part of this module.
-_ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
-ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
-_STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe: *_linear
+_ROUTER_PATH = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
+ROUTED_EXPERTS, OTHER_PARTS = "routed experts", "norms, embeddings and the rest"
+_STACK_PATH = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe: *_linear
 _INSIDE_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-_SHARED = re.compile(r"shared_(expert|mlp)")
+_SHARED_EXPERT_PATH = re.compile(r"shared_(expert|mlp)")
 CORRECTION_BIASES = {"e_score_correction_bias", "expert_bias"}
-_NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
+_NOISE_ATTRIBUTES = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 
 
-def find_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold stacks of experts, with their paths.
 
     Names count too, since dense models also have 3-dimensional tensors (RWKV, RecurrentGemma).
     """
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
-        if any(p.dim() == 3 and _STACK.search(f"{path}.{name}") for name, p in own):
+        if any(p.dim() == 3 and _STACK_PATH.search(f"{path}.{name}") for name, p in own):
             yield path, module
 
 
 def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the stacks in a module of ``find_stacks``, in the module's order."""
+    """Return the paths of the stacks in a module of ``find_stacked_experts``, in its order."""
     own = model.get_submodule(path).named_parameters(recurse=False)
     return [f"{path}.{name}" for name, parameter in own if parameter.dim() == 3]
 
@@ -50,31 +50,32 @@ def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
 class AdaptedTensor:
     """A tensor peft adapts as a parameter: a stack of experts, or a matrix (``num_experts`` 1).
 
-    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs. ``form``: how gate
-    and up are arranged in a stack that joins them, if transformers tells.
+    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs.
+    ``gate_up_layout``: how gate and up are arranged in a stack that joins them, if transformers
+    tells.
     """
 
     tensor: str
     num_experts: int = 1
     is_transposed: bool = False
-    form: Literal["halves", "interleaved", "unknown"] = "halves"
+    gate_up_layout: Literal["halves", "interleaved", "unknown"] = "halves"
 
 
-def find_adapted_tensors(model: nn.Module) -> dict[str, AdaptedTensor]:
+def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
     """Return the stacks of experts, each by the path that peft gives to the layer of its adapter.
 
     peft wraps a module once for each tensor; the wrapper of the first tensor is the innermost.
     """
     found = {}
-    for path, module in find_stacks(model):
+    for path, module in find_stacked_experts(model):
         names = list_stacked_tensors(model, path)
         of_form = {True: "halves", False: "interleaved", None: "unknown"}
-        form: Any = of_form[getattr(module, "is_concatenated", None)]
+        gate_up_layout: Any = of_form[getattr(module, "is_concatenated", None)]
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             num_experts = model.get_parameter(name).shape[0]
             found[layer] = AdaptedTensor(
-                name, num_experts, getattr(module, "is_transposed", False), form
+                name, num_experts, getattr(module, "is_transposed", False), gate_up_layout
             )
     return found
 
@@ -86,7 +87,9 @@ def has_experts(config: Any) -> bool:
 
 def _expert_counts(config: Any) -> list[int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    counts = [common_value(part, name) for part in _config_parts(config) for name in names]
+    counts = [
+        value_shared_by_layers(part, name) for part in _config_parts(config) for name in names
+    ]
     return [count for count in counts if isinstance(count, int) and count > 1]
 
 
@@ -110,7 +113,7 @@ def num_chosen_experts(config: Any) -> int:
     """Return the number of experts per token from a model's configuration; 1 if unknown."""
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
     for part, name in itertools.product(_config_parts(config), names):
-        value = common_value(part, name)
+        value = value_shared_by_layers(part, name)
         if isinstance(value, list) and value:
             value = max(value)
         if isinstance(value, int) and value > 0:
@@ -118,14 +121,14 @@ def num_chosen_experts(config: Any) -> int:
     return 1
 
 
-def num_shardable_experts(model: nn.Module) -> int:
+def max_expert_parallel_size(model: nn.Module) -> int:
     """Return a number N: experts can be split over any number of ranks that divides N.
 
     1 for a dense model, and if a layer's experts do not tell which tokens they take.
     """
     counts = [
         getattr(stack, name).shape[0] if hasattr(stack, "has_gate") else 1
-        for _, stack in find_stacks(model)
+        for _, stack in find_stacked_experts(model)
         for name, parameter in stack.named_parameters(recurse=False)
         if parameter.dim() == 3
     ]
@@ -133,12 +136,12 @@ def num_shardable_experts(model: nn.Module) -> int:
 
 
 def require_shardable_experts(model: Any, ranks: int) -> int:
-    """Return ``num_shardable_experts`` of a model with a ``config``; ``ranks`` must divide it.
+    """Return ``max_expert_parallel_size`` of a model with a ``config``; ``ranks`` must divide it.
 
     Raises:
         ConfigError: if ``ranks`` does not divide it.
     """
-    found = num_shardable_experts(model)
+    found = max_expert_parallel_size(model)
     if found % ranks:
         raise ConfigError(
             f"parallel.expert={ranks}: the experts of a {model.config.model_type} model "
@@ -159,14 +162,14 @@ def disable_router_losses(config: Any) -> None:
             part.output_router_logits = False
 
 
-def is_mixture(model: nn.Module) -> bool:
+def is_mixture_of_experts(model: nn.Module) -> bool:
     """Whether some layers of a model are mixtures of experts."""
     return next(find_expert_modules(model), None) is not None
 
 
 def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold experts, with their paths; DBRX's experts are not stacks."""
-    stacks = {path for path, _ in find_stacks(model)}
+    stacks = {path for path, _ in find_stacked_experts(model)}
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
         if path in stacks or (_INSIDE_EXPERTS.search(path) and any(p.dim() > 1 for _, p in own)):
@@ -178,9 +181,9 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 
     Empty for a dense model.
     """
-    if not is_mixture(model):
+    if not is_mixture_of_experts(model):
         return {}
-    return {path: module for path, module in model.named_modules() if _ROUTER.search(path)}
+    return {path: module for path, module in model.named_modules() if _ROUTER_PATH.search(path)}
 
 
 def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
@@ -196,7 +199,9 @@ def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
             values = module._parameters.pop(name)
             assert values is not None
             module.register_buffer(name, values.detach())
-        noise = {name: value for name in _NOISE if (value := getattr(module, name, None))}
+        noise = {
+            name: value for name in _NOISE_ATTRIBUTES if (value := getattr(module, name, None))
+        }
         if noise:
             module.training = False
             module.train = types.MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
@@ -210,7 +215,7 @@ def _stay_in_eval(self: Any, mode: bool = True) -> Any:
     return self
 
 
-def group_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
+def label_parameters_by_part(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return, in words, the part of a mixture that each parameter belongs to; empty if dense.
 
     An adapter belongs to the part that it adapts.
@@ -220,18 +225,18 @@ def group_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     for name, parameter in model.named_parameters() if roots else ():
         path = name.replace(".base_layer", "")
         if any(path.startswith(f"{root}.") for root in roots):
-            kinds[parameter] = ROUTED
-        elif _ROUTER.search(path):
+            kinds[parameter] = ROUTED_EXPERTS
+        elif _ROUTER_PATH.search(path):
             kinds[parameter] = "routers"
-        elif _SHARED.search(path):
+        elif _SHARED_EXPERT_PATH.search(path):
             kinds[parameter] = "shared experts"
         else:
-            kinds[parameter] = "attention" if "att" in path else OTHERS
+            kinds[parameter] = "attention" if "att" in path else OTHER_PARTS
     return kinds
 
 
 @contextlib.contextmanager
-def looping_over_experts_in_fp32() -> Iterator[None]:
+def loop_over_fp32_experts() -> Iterator[None]:
     """Make transformers multiply experts one by one if they are fp32, as trained ones may be.
 
     For traces: torch's fake grouped matmul supports only bf16. Saved activations have equal sizes.

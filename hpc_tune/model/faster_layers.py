@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def make_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
+def make_layer_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
     """Return a new layer of ``module``'s class, with its plain attributes but these ``parts``."""
     layer = type(module).__new__(type(module))
     nn.Module.__init__(layer)
@@ -29,25 +29,26 @@ def make_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module
     return layer
 
 
-def find_equal_layers(
+def find_replaceable_layers(
     blocks: Iterable[nn.Module],
-    may_be: Callable[[nn.Module], bool],
+    is_candidate: Callable[[nn.Module], bool],
     make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
     forward: Forward,
     agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> list[nn.Module]:
-    """Return the layers of ``blocks`` that pass ``may_be`` and compute the same as ``forward``.
+    """Return the layers of ``blocks`` that pass ``is_candidate`` and compute the same as
+    ``forward``.
 
-    ``make`` returns a small layer like the given one (see ``make_like``) and an input; the results
-    of its class's forward and of ``forward`` must ``agree``. Layers of one class with the same
-    plain attributes are tried once.
+    ``make`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
+    results of its class's forward and of ``forward`` must ``agree``. Layers of one class with the
+    same plain attributes are tried once.
     """
     tried: dict[tuple[Any, ...], bool] = {}
     found = []
-    for layer in (part for block in blocks for part in block.modules() if may_be(part)):
+    for layer in (part for block in blocks for part in block.modules() if is_candidate(part)):
         key = type(layer), layer.training, *_plain_attributes(layer)
         if key not in tried:
-            tried[key] = _computes_as(layer, make, forward, agree)
+            tried[key] = _computes_same(layer, make, forward, agree)
         if tried[key]:
             found.append(layer)
     return found
@@ -62,7 +63,7 @@ def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _computes_as(
+def _computes_same(
     module: nn.Module,
     make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
     forward: Forward,
@@ -88,7 +89,7 @@ def _computes_as(
 
 
 # The share of 16-bit results that must be equal. Rounded elsewhere, about a third would differ.
-_EQUAL_SHARE = 0.95
+_MIN_EQUAL_SHARE = 0.95
 
 
 def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
@@ -96,8 +97,8 @@ def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
 
     ``torchs``: use ``F.rms_norm`` instead of our own.
     """
-    forward = _torch_forward if torchs else _rms_norm_forward
-    norms = find_equal_layers(
+    forward = _torch_rms_norm_forward if torchs else _rms_norm_forward
+    norms = find_replaceable_layers(
         blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _outputs_agree
     )
     for part in norms:
@@ -113,18 +114,18 @@ def _may_be_rms_norm(module: Any) -> bool:
     return module.weight.dim() == 1 and hasattr(module, "variance_epsilon")
 
 
-def _make_rms_norm_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+def _make_rms_norm_trial(module: Any, rng: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     """Return a norm of 64 weights, and rows of large and of small values."""
-    weight = torch.randn(64, generator=chance, device="cpu", dtype=torch.bfloat16)
-    x = torch.randn(16, 64, generator=chance, device="cpu")
+    weight = torch.randn(64, generator=rng, device="cpu", dtype=torch.bfloat16)
+    x = torch.randn(16, 64, generator=rng, device="cpu")
     x *= torch.logspace(-4, 2, len(x), device="cpu")[:, None]
-    return make_like(module, weight=nn.Parameter(weight)), x.bfloat16()
+    return make_layer_like(module, weight=nn.Parameter(weight)), x.bfloat16()
 
 
 def _outputs_agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
     is_near = torch.allclose(stock.float(), ours.float(), rtol=2e-2, atol=1e-6)
     same = (stock == ours).float().mean().item()
-    return stock.dtype == ours.dtype and is_near and same >= _EQUAL_SHARE
+    return stock.dtype == ours.dtype and is_near and same >= _MIN_EQUAL_SHARE
 
 
 def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _torch_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _torch_rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock
@@ -180,12 +181,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_WIDTH, _SCALE = 16, 8.0  # of the trial's input: large values would reveal a clamp
+_TRIAL_WIDTH, _TRIAL_SCALE = 16, 8.0  # of the trial's input: large values would reveal a clamp
 
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    layers = find_equal_layers(
+    layers = find_replaceable_layers(
         blocks, _may_be_swiglu, _make_swiglu_trial, _swiglu_forward, torch.equal
     )
     for part in layers:
@@ -201,13 +202,13 @@ def _may_be_swiglu(module: Any) -> bool:
     return is_silu and has_parts and not has_more
 
 
-def _make_swiglu_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
-    parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
+def _make_swiglu_trial(module: Any, rng: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+    parts = {name: nn.Linear(_TRIAL_WIDTH, _TRIAL_WIDTH, device="cpu") for name in _PROJECTIONS}
     for part in parts.values():
         for values in part.parameters():
-            values.normal_(generator=chance)
-    x = _SCALE * torch.randn(4, _WIDTH, generator=chance, device="cpu")
-    return make_like(module, act_fn=module.act_fn, **parts), x
+            values.normal_(generator=rng)
+    x = _TRIAL_SCALE * torch.randn(4, _TRIAL_WIDTH, generator=rng, device="cpu")
+    return make_layer_like(module, act_fn=module.act_fn, **parts), x
 
 
 def _swiglu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -242,7 +243,7 @@ class _SwiGlu(torch.autograd.Function):
 # equal casts by itself.
 
 
-def share_casts(blocks: Iterable[nn.Module]) -> int:
+def share_input_casts(blocks: Iterable[nn.Module]) -> int:
     """Cast an input once for all linear layers that a module in ``blocks`` calls with it.
 
     Returns the number of modules with several such layers. Without autocast nothing is cast.
@@ -250,9 +251,9 @@ def share_casts(blocks: Iterable[nn.Module]) -> int:
     found = 0
     modules: Any = (part for block in blocks for part in block.modules())
     for module in modules:
-        layers = [part for part in module.children() if _may_be_cast(part)]
+        layers = [part for part in module.children() if _is_fp32_linear(part)]
         if len(layers) > 1:
-            shared = _SharedInputs(len(layers))
+            shared = _SharedInputCasts(len(layers))
             for layer in layers:
                 layer.register_forward_pre_hook(shared.cast)
             module.register_forward_hook(shared.forget, always_call=True)
@@ -261,11 +262,11 @@ def share_casts(blocks: Iterable[nn.Module]) -> int:
     return found
 
 
-def _may_be_cast(part: nn.Module) -> bool:
+def _is_fp32_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) and part.weight.dtype == torch.float32
 
 
-class _SharedInputs:
+class _SharedInputCasts:
     """Inputs of a module's linear layers while it runs, with the casts that are not yet used."""
 
     def __init__(self, num_layers: int) -> None:
@@ -283,7 +284,7 @@ class _SharedInputs:
         _, left = self._casts.get(id(x), (x, []))
         if not left:
             dtype = torch.get_autocast_dtype(device_type)
-            left = list(_Cast.apply(x, dtype, self._num_layers))
+            left = list(_CastToViews.apply(x, dtype, self._num_layers))
             self._casts[id(x)] = x, left
         cast = left.pop()
         if not left:
@@ -295,17 +296,17 @@ class _SharedInputs:
         self._casts.clear()
 
 
-class _Cast(torch.autograd.Function):
-    """``x`` in another dtype, as ``num`` tensors in the same memory."""
+class _CastToViews(torch.autograd.Function):
+    """``x`` in another dtype, as ``num_views`` tensors in the same memory."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dtype: torch.dtype, num: int
+        ctx: Any, x: torch.Tensor, dtype: torch.dtype, num_views: int
     ) -> tuple[torch.Tensor, ...]:
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
         out = x.to(dtype)
-        return tuple(out.view_as(out) for _ in range(num))
+        return tuple(out.view_as(out) for _ in range(num_views))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -30,13 +30,13 @@ from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex, adapted_layer
 from hpc_tune.world.device import find_architecture
 
-CODE_DTYPE = torch.float8_e4m3fn
-_LARGEST = torch.finfo(CODE_DTYPE).max
-_MANTISSA = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
+FLOAT8_DTYPE = torch.float8_e4m3fn
+_MAX_CODE = torch.finfo(FLOAT8_DTYPE).max
+_MANTISSA_MASK = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
-_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
-_MIN_SCALE = 2.0**-100  # lower bound for the largest value of a row
-TRIAL_BOUND = 0.01  # error relative to the norm: results are rounded to bf16
+_MATMUL_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_MIN_ROW_MAX = 2.0**-100  # lower bound for the largest value of a row
+MAX_TRIAL_ERROR = 0.01  # error relative to the norm: results are rounded to bf16
 
 
 class Float8Linear(nn.Linear):
@@ -71,23 +71,23 @@ class Float8Linear(nn.Linear):
 
     def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the values of the weight, O x I, or of some of its rows."""
-        return _dequantise(packed_OC, self.in_features, self.compute_dtype)
+        return _dequantize_packed(packed_OC, self.in_features, self.compute_dtype)
 
-    def product(
+    def linear_output(
         self, rows: "Float8Rows", packed_OC: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply float8 rows by the weight; return N x O."""
         codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
         return _scaled_matmul(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
 
-    def gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input, N x I.
 
         The scales of the weight's rows vary along the features that are summed over, so the
         gradient is multiplied by them before it is cast.
         """
         codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
-        rows = float8_rows(_multiply(grad_NO, scales_O1.t()))
+        rows = quantize_float8_rows(_multiply_by_powers_of_two(grad_NO, scales_O1.t()))
         ones_1I = scales_O1.new_ones(1, self.in_features)
         columns = codes_OI.t().contiguous().t()  # hardware reads along the summed dimension
         return _scaled_matmul(rows, columns, ones_1I, self.compute_dtype)
@@ -129,7 +129,7 @@ class Float8Stack(nn.Module):
 
     def unpack(self, packed_EOC: torch.Tensor) -> torch.Tensor:
         """Return the values of a stack, or of some of its experts."""
-        return _dequantise(packed_EOC, self.shape[2], self.compute_dtype)
+        return _dequantize_packed(packed_EOC, self.shape[2], self.compute_dtype)
 
     @torch.no_grad()
     def fill(
@@ -157,16 +157,18 @@ class Float8Rows:
         self.codes, self.scales = codes, scales
 
 
-def float8_rows(values_NK: torch.Tensor) -> Float8Rows:
+def quantize_float8_rows(values_NK: torch.Tensor) -> Float8Rows:
     """Scale each row to the range of float8 and cast it."""
     largest_N1 = torch.linalg.vector_norm(
         values_NK, float("inf"), dim=1, keepdim=True, dtype=torch.float32
     )
-    least_N1 = largest_N1.clamp(min=_MIN_SCALE) / _LARGEST
+    least_N1 = largest_N1.clamp(min=_MIN_ROW_MAX) / _MAX_CODE
     # Round up to a power of two: a nonzero mantissa carries into the exponent.
-    bits_N1 = (least_N1.view(torch.int32) + _MANTISSA) & ~_MANTISSA
+    bits_N1 = (least_N1.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK
     scales_N1 = bits_N1.view(torch.float32)
-    return Float8Rows(_multiply(values_NK, scales_N1.reciprocal()).to(CODE_DTYPE), scales_N1)
+    return Float8Rows(
+        _multiply_by_powers_of_two(values_NK, scales_N1.reciprocal()).to(FLOAT8_DTYPE), scales_N1
+    )
 
 
 def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> None:
@@ -179,7 +181,7 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
         return
     for layer in layers:
         sides = layer.in_features, layer.out_features
-        layer.multiplies_float8 = all(side % _MULTIPLE == 0 for side in sides)
+        layer.multiplies_float8 = all(side % _MATMUL_MULTIPLE == 0 for side in sides)
 
 
 @functools.cache
@@ -198,7 +200,7 @@ def why_no_float8_matmuls(device: torch.device, dtype: torch.dtype) -> str:
         gap = measure_float8_error(device, dtype)
     except Exception as error:  # noqa: BLE001 - a torch or a driver without these matmuls
         return f"float8 matmuls fail here ({first_line(error)})"
-    return "" if gap <= TRIAL_BOUND else f"float8 matmuls are off by {gap:.1e} of the norm here"
+    return "" if gap <= MAX_TRIAL_ERROR else f"float8 matmuls are off by {gap:.1e} of the norm here"
 
 
 def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -208,14 +210,15 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
     x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in given)
     layer = Float8Linear(nn.Linear(64, 32, bias=False, device=device, dtype=dtype), dtype)
     layer.weight.data.copy_(pack_float8(w_OI))
-    rows, values_OI = float8_rows(x_NI), _dequantise(layer.weight, 64, torch.float32)
+    rows = quantize_float8_rows(x_NI)
+    values_OI = _dequantize_packed(layer.weight, 64, torch.float32)
     _, scales_O1 = _split_packed(layer.weight, 64)
-    grads = float8_rows(_multiply(grad_NO, scales_O1.t()))
+    grads = quantize_float8_rows(_multiply_by_powers_of_two(grad_NO, scales_O1.t()))
     exact = (
-        _dequantise_rows(rows) @ values_OI.t(),
-        _dequantise_rows(grads) @ (values_OI / scales_O1),
+        _dequantize_rows(rows) @ values_OI.t(),
+        _dequantize_rows(grads) @ (values_OI / scales_O1),
     )
-    found = layer.product(rows, layer.weight), layer.gradient(grad_NO, layer.weight)
+    found = layer.linear_output(rows, layer.weight), layer.input_gradient(grad_NO, layer.weight)
     gaps = [
         (mine.float() - whole).norm() / whole.norm()
         for mine, whole in zip(found, exact, strict=True)
@@ -225,7 +228,7 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
 
 def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
     """Quantize rows of values; return their bytes."""
-    rows = float8_rows(values_OI.float())
+    rows = quantize_float8_rows(values_OI.float())
     num, width = values_OI.shape
     packed = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
     packed[:, :width] = rows.codes.view(torch.uint8)
@@ -248,7 +251,7 @@ class _Float8Matmul(torch.autograd.Function):
         ctx.save_for_backward(packed_OC)
         if not layer.multiplies_float8:
             return F.linear(x, layer.unpack(packed_OC), bias)
-        out_NO = layer.product(float8_rows(x.flatten(0, -2)), packed_OC, bias)
+        out_NO = layer.linear_output(quantize_float8_rows(x.flatten(0, -2)), packed_OC, bias)
         return out_NO.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
@@ -256,7 +259,7 @@ class _Float8Matmul(torch.autograd.Function):
         [packed_OC], layer = ctx.saved_tensors, ctx.layer
         if not layer.multiplies_float8:
             return None, grad @ layer.unpack(packed_OC), None, None
-        grad_NI = layer.gradient(grad.flatten(0, -2), packed_OC)
+        grad_NI = layer.input_gradient(grad.flatten(0, -2), packed_OC)
         return None, grad_NI.view(*grad.shape[:-1], layer.in_features), None, None
 
 
@@ -269,8 +272,8 @@ def _scaled_matmul(
 ) -> torch.Tensor:
     if len(rows.codes) == 0:
         return rows.codes.new_zeros(0, codes_KO.shape[1], dtype=dtype)
-    product: Callable[..., torch.Tensor] = torch._scaled_mm
-    return product(
+    matmul: Callable[..., torch.Tensor] = torch._scaled_mm
+    return matmul(
         rows.codes,
         codes_KO,
         scale_a=rows.scales,
@@ -282,44 +285,44 @@ def _scaled_matmul(
 
 
 def _row_bytes(width: int) -> int:
-    return -(-width // _MULTIPLE) * _MULTIPLE + _SCALE_BYTES
+    return -(-width // _MATMUL_MULTIPLE) * _MATMUL_MULTIPLE + _SCALE_BYTES
 
 
 def _split_packed(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and the scales of rows of ``width`` values, both as views."""
-    codes = packed[..., :width].view(CODE_DTYPE)
+    codes = packed[..., :width].view(FLOAT8_DTYPE)
     return codes, packed[..., -_SCALE_BYTES:].view(torch.float32)[..., :1]
 
 
-def _dequantise(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize_packed(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     codes, scales = _split_packed(packed, width)
-    return _multiply(codes.to(dtype), scales)
+    return _multiply_by_powers_of_two(codes.to(dtype), scales)
 
 
-def _multiply(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_by_powers_of_two(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply by powers of two, which is exact in each dtype."""
     return values * scales.to(values.dtype)
 
 
-def _dequantise_rows(rows: Float8Rows) -> torch.Tensor:
+def _dequantize_rows(rows: Float8Rows) -> torch.Tensor:
     return rows.codes.float() * rows.scales
 
 
 def _fill_rows(
     local: torch.Tensor,
-    place: tuple[int, ...],
+    matrix_index: tuple[int, ...],
     start: int,
     width: int,
     index: TensorIndex | ShapeIndex,
     stored: str,
     reserve: Reserve,
 ) -> None:
-    """Fill ``local`` with rows from ``start`` on, of the matrix at ``place`` in a stack."""
+    """Fill ``local`` with rows from ``start`` on, of the matrix at ``matrix_index`` in a stack."""
     step = max(1, PIECE_BYTES // (4 * width))
     for first in range(0, len(local), step):
         rows = min(step, len(local) - first)
-        piece = torch.empty((*(1 for _ in place), rows, width), dtype=torch.float32)
-        at = (*place, start + first, 0)
+        piece = torch.empty((*(1 for _ in matrix_index), rows, width), dtype=torch.float32)
+        at = (*matrix_index, start + first, 0)
         index.fill(piece, stored, at, reserve)
         index.require_finite(piece, stored, at)
         local[first : first + rows].copy_(pack_float8(piece.view(rows, width).to(local.device)))
@@ -361,12 +364,12 @@ def check_float8(device: torch.device) -> None:
         ) from None
 
 
-def use_float8(
+def convert_to_torchao_float8(
     blocks: Sequence[nn.Module], exact: Collection[nn.Module] = (), emulate: bool = False
 ) -> int:
     """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
-    Layers in ``exact`` (``find_unquantised_layers``) are skipped: experts would be chosen by 8-bit
+    Layers in ``exact`` (``find_unquantized_layers``) are skipped: experts would be chosen by 8-bit
     scores. Works on the meta device and inside peft's layers, and does not rename parameters.
     ``emulate`` rounds to float8 without the hardware, for tests.
     """
@@ -379,13 +382,15 @@ def use_float8(
     for block in blocks:
         convert_to_float8_training(
             block,
-            module_filter_fn=lambda module, name: module not in exact and _is_plain(module, name),
+            module_filter_fn=lambda module, name: (
+                module not in exact and _is_convertible_linear(module, name)
+            ),
             config=config,
         )
     return sum(isinstance(m, Float8Linear) for block in blocks for m in block.modules())
 
 
-def _is_plain(module: nn.Module, name: str) -> bool:
+def _is_convertible_linear(module: nn.Module, name: str) -> bool:
     if type(module) is not nn.Linear or adapted_layer(name):
         return False
     return module.in_features % SIDE_MULTIPLE == 0 and module.out_features % SIDE_MULTIPLE == 0

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hpc_tune.model.grouped_matmul import ROW_BYTES, SortedRows
+from hpc_tune.model.grouped_matmul import ROW_ALIGNMENT_BYTES, SortedRows
 
 _WRAPPERS_ATTRIBUTE = "wrappers_of_stacks"
 _DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}
@@ -45,7 +45,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
     replaced = 0
-    for experts in filter(has_grouped_form, parts):
+    for experts in filter(is_groupable_experts, parts):
         mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
         if not mine.keys() <= {*stack_names(experts)}:
             continue
@@ -53,7 +53,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
         experts.__dict__[_WRAPPERS_ATTRIBUTE] = tuple(
             mine.get(name) for name in stack_names(experts)
         )
-        experts.forward = types.MethodType(_forward, experts)
+        experts.forward = types.MethodType(_experts_forward, experts)
         if compiled:
             experts.forward = torch.compiler.disable(experts.forward)
         for wrapper in mine.values():
@@ -62,7 +62,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     return replaced
 
 
-def has_grouped_form(part: Any) -> bool:
+def is_groupable_experts(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
     Experts followed by a norm are not; transformers before 5.20 has none of these.
@@ -114,10 +114,10 @@ class _ExpertLayer:
         return found
 
     def weights(self) -> list[torch.Tensor | None]:
-        """Return stacks, biases and LoRA factors in the order that ``product`` takes."""
+        """Return stacks, biases and LoRA factors in the order that ``make_matmul`` takes."""
         return [*self.stacks(), *self.biases(), *self.lora_factors()]
 
-    def product(
+    def make_matmul(
         self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
     ) -> "_ExpertMatmul":
         """Return the first or second matmul in ``dtype``, by default the dtype of its stack.
@@ -139,7 +139,7 @@ class _ExpertLayer:
             )
         return _ExpertMatmul(weight_EIO, bias, adapter)
 
-    def gate(self, h_SM: torch.Tensor) -> torch.Tensor:
+    def apply_gate(self, h_SM: torch.Tensor) -> torch.Tensor:
         """Return the input of the second matmul."""
         act = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
         act_SM: torch.Tensor = act(h_SM)
@@ -166,12 +166,12 @@ class _ExpertAdapter:
         a_ERI = a.to(dtype).view(num_experts, -1, a.shape[1])
         b_ORE = (scale * b).to(dtype).view(b.shape[0], -1, num_experts)
         rank = a_ERI.shape[1]
-        padding = -rank % (ROW_BYTES // dtype.itemsize)
+        padding = -rank % (ROW_ALIGNMENT_BYTES // dtype.itemsize)
         a_EIR = F.pad(a_ERI, (0, 0, 0, padding)).transpose(1, 2)
         b_ERO = F.pad(b_ORE.permute(2, 1, 0), (0, 0, 0, padding)).contiguous()
         return cls(a_EIR, b_ERO, scale, rank)
 
-    def as_peft(
+    def to_peft_gradients(
         self, grad_a_ERI: torch.Tensor, grad_b_ERO: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_a = grad_a_ERI[:, : self.rank].flatten(0, 1)
@@ -179,7 +179,7 @@ class _ExpertAdapter:
         return grad_a, grad_b
 
 
-_Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+_AdapterGradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -212,30 +212,30 @@ class _ExpertMatmul:
         low_SR: torch.Tensor | None,
         grad_SO: torch.Tensor,
         rows: SortedRows,
-    ) -> tuple[torch.Tensor, _Gradients]:
+    ) -> tuple[torch.Tensor, _AdapterGradients]:
         """Return the gradients of x, and of A and B in peft's layout; only A needs ``x_SI``."""
         grad_SI = rows.multiply_by_expert(grad_SO, self.weight_EIO.transpose(1, 2))
         if self.adapter is None or low_SR is None or x_SI is None:
             return grad_SI, (None, None)
         a_ERI, b_ERO = self.adapter.a_EIR.transpose(1, 2), self.adapter.b_ERO
         grad_SO = grad_SO.to(b_ERO.dtype)
-        grad_b = rows.gradient(low_SR, grad_SO, b_ERO)
+        grad_b = rows.weight_gradient(low_SR, grad_SO, b_ERO)
         grad_SR = rows.multiply_by_expert(grad_SO, b_ERO.transpose(1, 2))
         del grad_SO
-        grad_a = rows.gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)
-        return grad_SI.add_(rows.multiply_by_expert(grad_SR, a_ERI)), self.adapter.as_peft(
-            grad_a, grad_b
-        )
+        grad_a = rows.weight_gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)
+        return grad_SI.add_(
+            rows.multiply_by_expert(grad_SR, a_ERI)
+        ), self.adapter.to_peft_gradients(grad_a, grad_b)
 
-    def gradient(
+    def weight_gradient(
         self, x_SI: torch.Tensor, grad_SO: torch.Tensor, rows: SortedRows, is_transposed: bool
     ) -> torch.Tensor:
         if is_transposed:
-            return rows.gradient(x_SI, grad_SO, self.weight_EIO)
-        return rows.gradient(grad_SO, x_SI, self.weight_EIO.transpose(1, 2))
+            return rows.weight_gradient(x_SI, grad_SO, self.weight_EIO)
+        return rows.weight_gradient(grad_SO, x_SI, self.weight_EIO.transpose(1, 2))
 
 
-def _forward(
+def _experts_forward(
     self: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -263,7 +263,7 @@ class _GroupedExperts(torch.autograd.Function):
         weights_TK: torch.Tensor,
         *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        up = layer.product(0, weights, _autocast_dtype(x_TI.device, weights))
+        up = layer.make_matmul(0, weights, _autocast_dtype(x_TI.device, weights))
         dtype = up.weight_EIO.dtype
         rows = SortedRows.sort_by_expert(index_TK, len(up.weight_EIO), dtype)
         ctx.layer, ctx.x_dtype = layer, x_TI.dtype
@@ -273,8 +273,8 @@ class _GroupedExperts(torch.autograd.Function):
         rows.clear_padding(x_SI)
         h_SM, low_up_SR = up.forward(x_SI, rows)
         del up, x_SI
-        down = layer.product(1, weights, dtype)
-        y_SO, low_down_SR = down.forward(layer.gate(h_SM), rows)
+        down = layer.make_matmul(1, weights, dtype)
+        y_SO, low_down_SR = down.forward(layer.apply_gate(h_SM), rows)
         kept = (x_TI, weights_TK, rows.ends_E, rows.rows_TK, h_SM, low_up_SR, low_down_SR)
         ctx.save_for_backward(*kept, *weights)
         return rows.sum_by_token(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
@@ -289,17 +289,17 @@ class _GroupedExperts(torch.autograd.Function):
         token_S = rows.tokens()
         with torch.enable_grad():
             h_SM = h_SM.detach().requires_grad_()
-            gated_SM = ctx.layer.gate(h_SM)
+            gated_SM = ctx.layer.apply_gate(h_SM)
         act_SM = gated_SM.detach()
         # Routing weights are not multiplied into this gradient, but into narrower tensors.
         weight_S1 = rows.row_weights(weights_TK.to(dtype))
         grad_SO = grad_TO.index_select(0, token_S).to(dtype)
         low_down_SR = None if low_down_SR is None else low_down_SR * weight_S1
         grads: list[torch.Tensor | None] = [None] * len(weights)
-        down, weighted_SM = ctx.layer.product(1, weights, dtype), act_SM * weight_S1
+        down, weighted_SM = ctx.layer.make_matmul(1, weights, dtype), act_SM * weight_S1
         grad_SM, grads[6:] = down.backward(weighted_SM, low_down_SR, grad_SO, rows)
         if is_trained[1]:
-            grads[1] = down.gradient(weighted_SM, grad_SO, rows, is_transposed)
+            grads[1] = down.weight_gradient(weighted_SM, grad_SO, rows, is_transposed)
         if is_trained[3]:
             grads[3] = rows.sums_by_expert(grad_SO, weight_S1, down.bias_EO)
         grad_weight_S = (grad_SM * act_SM).sum(1)
@@ -307,12 +307,12 @@ class _GroupedExperts(torch.autograd.Function):
             grad_weight_S += (grad_SO * down.bias_EO.index_select(0, rows.experts())).sum(1)
         del down, grad_SO, act_SM, weighted_SM
         [grad_h_SM] = torch.autograd.grad(gated_SM, h_SM, grad_SM.mul_(weight_S1))
-        up = ctx.layer.product(0, weights, dtype)
+        up = ctx.layer.make_matmul(0, weights, dtype)
         needs_x = up.adapter or is_trained[0]
         x_SI = x_TI.index_select(0, token_S).to(dtype) if needs_x else None
         grad_SI, grads[4:6] = up.backward(x_SI, low_up_SR, grad_h_SM, rows)
         if is_trained[0]:
-            grads[0] = up.gradient(x_SI, grad_h_SM, rows, is_transposed)
+            grads[0] = up.weight_gradient(x_SI, grad_h_SM, rows, is_transposed)
         if is_trained[2]:
             grads[2] = rows.sums_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
         grad_TI = rows.sum_by_token(grad_SI).to(ctx.x_dtype)

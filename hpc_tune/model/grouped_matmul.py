@@ -30,14 +30,14 @@ from hpc_tune.log import log
 
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
-ROW_BYTES = 16  # a grouped matmul needs rows of a multiple of this
-MAX_VALUES = (1 << 31) - 1
+ROW_ALIGNMENT_BYTES = 16  # a grouped matmul needs rows of a multiple of this
+MAX_KERNEL_VALUES = (1 << 31) - 1
 # Error relative to the norm: rounding to the dtype causes 0.3 eps, one row at a wrong expert 30.
-MAX_EPS = 4
+MAX_ERROR_IN_EPS = 4
 # Rows per expert: none for the first, two in the middle and the last; for the others one, less than
 # a tile of the kernel (16 to 128), and more.
-CHECKED_ROWS = (0, 1, 40, 0, 0, 130, 17, 0)
-_WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
+CHECKED_ROWS_PER_EXPERT = (0, 1, 40, 0, 0, 130, 17, 0)
+_CHECKED_WIDTH, _CHECKED_RANK = 96, 16  # features, and the rank of an adapter
 
 
 def grouped_matmul(
@@ -88,21 +88,21 @@ def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch
     """Whether torch has a grouped matmul for these tensors; in traces only for bf16."""
     is_traced = isinstance(x, FakeTensor)
     is_bound = (
-        x.device.type == "cpu" and not torch_versions.GROUPED_MM_ANY_ADDRESS and not is_traced
+        x.device.type == "cpu" and not torch_versions.GROUPED_MM_TAKES_ANY_ADDRESS and not is_traced
     )
-    if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
+    if is_bound and any(part.data_ptr() % ROW_ALIGNMENT_BYTES for part in (x, weight_EIO, *others)):
         return False
     dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
-    each = ROW_BYTES // x.dtype.itemsize
+    each = ROW_ALIGNMENT_BYTES // x.dtype.itemsize
     return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])
 
 
 @functools.cache
 def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     """Return and log why the kernel must not be used in ``dtype`` on this device; "" if it may."""
-    most = MAX_EPS * torch.finfo(dtype).eps
+    most = MAX_ERROR_IN_EPS * torch.finfo(dtype).eps
     try:
-        gaps = compare_with_loop(device, dtype)
+        gaps = compare_kernel_with_loop(device, dtype)
     except (RuntimeError, TypeError, ValueError) as error:  # or its interface differs
         why = f"torch's grouped matmul fails here ({first_line(error)})"
     else:
@@ -118,32 +118,37 @@ def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     return why
 
 
-def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def compare_kernel_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return the kernel's differences from a loop over experts in fp64, relative to the norms.
 
     Memory that the kernel may leave uninitialized holds NaN.
     """
-    generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS
+    generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS_PER_EXPERT
     ends_E = torch.tensor(counts).cumsum(0).int().to(device)
     rows, experts = sum(counts), len(counts)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def draw_values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x_SI, grad_SR = drawn(rows, _WIDE), drawn(rows, _NARROW)
-    down_EIR, up_ERI = drawn(experts, _WIDE, _NARROW), drawn(experts, _NARROW, _WIDE)
+    x_SI, grad_SR = draw_values(rows, _CHECKED_WIDTH), draw_values(rows, _CHECKED_RANK)
+    down_EIR = draw_values(experts, _CHECKED_WIDTH, _CHECKED_RANK)
+    up_ERI = draw_values(experts, _CHECKED_RANK, _CHECKED_WIDTH)
 
-    def result(out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def run_in_nan_memory(
+        out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         no_numbers = torch.full(out_shape, torch.nan, dtype=dtype, device=device)
         del no_numbers  # the allocator gives this memory to the result, of the same size
         return product()
 
-    narrow, up_EIR = (rows, _NARROW), up_ERI.transpose(1, 2)
+    narrow, up_EIR = (rows, _CHECKED_RANK), up_ERI.transpose(1, 2)
     with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = [
-            result(narrow, lambda: torch_versions.grouped_mm(x_SI, down_EIR, offs=ends_E)),
-            result(narrow, lambda: torch_versions.grouped_mm(x_SI, up_EIR, offs=ends_E)),
-            result(up_ERI.shape, lambda: _gradient_by_kernel(grad_SR, x_SI, ends_E)),
+            run_in_nan_memory(
+                narrow, lambda: torch_versions.grouped_mm(x_SI, down_EIR, offs=ends_E)
+            ),
+            run_in_nan_memory(narrow, lambda: torch_versions.grouped_mm(x_SI, up_EIR, offs=ends_E)),
+            run_in_nan_memory(up_ERI.shape, lambda: _gradient_by_kernel(grad_SR, x_SI, ends_E)),
         ]
         x_by_E, grad_by_E = x_SI.double().split(counts), grad_SR.double().split(counts)
         wanted = [
@@ -191,7 +196,7 @@ def _gradient_of_piece(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
-    if _may_leave_memory(low_SR):
+    if _may_leave_uninitialized(low_SR):
         is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
         out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not times 0: 0 x nan is nan
     return out_ERN
@@ -200,7 +205,7 @@ def _gradient_of_piece(
 def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
     """Return begin and end of ranges of rows, ``width`` values each, that the kernel can take."""
     rows = len(x)
-    most = max(1, _max_values(x) // width)
+    most = max(1, _max_kernel_values(x) // width)
     return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
 
 
@@ -209,11 +214,11 @@ def _clip_ends(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return (ends_E - begin).clamp_(0, end - begin)
 
 
-def _max_values(x: torch.Tensor) -> int:
-    return sys.maxsize if x.device.type == "cpu" else MAX_VALUES
+def _max_kernel_values(x: torch.Tensor) -> int:
+    return sys.maxsize if x.device.type == "cpu" else MAX_KERNEL_VALUES
 
 
-def _may_leave_memory(x: torch.Tensor) -> bool:
+def _may_leave_uninitialized(x: torch.Tensor) -> bool:
     return x.device.type != "cpu"
 
 
@@ -232,10 +237,9 @@ def _is_kernel_refused(x: torch.Tensor) -> bool:
 # and O features in and out of a matmul, R and N the two sides of a gradient.
 
 
-MIN_PADDING_STEP, NUM_PADDING_STEPS = (
-    16,
-    4,
-)  # a padded expert's rows: multiples of 16, at most 4 numbers per power of two
+# a padded expert's rows: multiples of 16, at most 4 numbers per power of two
+MIN_PADDING_STEP = 16
+NUM_PADDING_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -255,14 +259,14 @@ class SortedRows:
         numbers_E = torch.arange(num_experts, device=expert_S.device)
         ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
         sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
-        if _is_padded(index_TK, dtype):
+        if _needs_padding(index_TK, dtype):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-            padded_E = torch.tensor([pad_rows(count) for count in counts_E.tolist()])
+            padded_E = torch.tensor([padded_num_rows(count) for count in counts_E.tolist()])
             more_E = (padded_E - counts_E).cumsum(0)
             sorted_S += (more_E - padded_E + counts_E)[expert_S]
             ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
         elif isinstance(index_TK, FakeTensor) and dtype.itemsize == 2:
-            num_rows += traced_padding(num_rows, num_experts)
+            num_rows += padding_rows_in_trace(num_rows, num_experts)
         places_S = torch.empty_like(order_S)
         places_S[order_S] = sorted_S
         return cls(ends_E, places_S.view_as(index_TK), num_rows)
@@ -303,7 +307,7 @@ class SortedRows:
         """Return each row times the matrix of its expert."""
         return grouped_matmul(x_SI, weight_EIO, self.ends_E)
 
-    def gradient(
+    def weight_gradient(
         self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
     ) -> torch.Tensor:
         """Return, for each expert, the sum of its rows' outer products, in the shape of a weight.
@@ -316,12 +320,14 @@ class SortedRows:
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of each expert's rows times their weights, in the shape of a bias."""
-        wide = ROW_BYTES // y_SO.dtype.itemsize
+        wide = ROW_ALIGNMENT_BYTES // y_SO.dtype.itemsize
         weight_SR = weight_S.view(-1, 1).repeat(1, wide)
-        return self.gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[:, 0]
+        return self.weight_gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[
+            :, 0
+        ]
 
 
-def pad_rows(num_rows: int) -> int:
+def padded_num_rows(num_rows: int) -> int:
     """Return the padded number of an expert's rows in 16 bits on a CPU: up to a quarter or 15 more.
 
     Up to 64, a row is nearly free: reading an expert takes as long as computing 36 rows.
@@ -330,15 +336,15 @@ def pad_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def traced_padding(num_rows: int, num_experts: int) -> int:
+def padding_rows_in_trace(num_rows: int, num_experts: int) -> int:
     """Return the rows of padding in a trace: 0, since it has no token counts of experts.
 
-    A trace for CPUs replaces this function by ``likely_padding``.
+    A trace for CPUs replaces this function by ``estimate_padding_rows``.
     """
     return 0
 
 
-def likely_padding(num_rows: int, num_experts: int) -> int:
+def estimate_padding_rows(num_rows: int, num_experts: int) -> int:
     """Estimate the rows of padding in 16 bits on a CPU: half a step for each expert."""
     return num_experts * _padding_step(num_rows // num_experts) // 2
 
@@ -347,7 +353,7 @@ def _padding_step(num_rows: int) -> int:
     return max(MIN_PADDING_STEP, (1 << num_rows.bit_length()) // 2 // NUM_PADDING_STEPS)
 
 
-def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def _needs_padding(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
         tensor.device.type == "cpu" and dtype.itemsize == 2 and not isinstance(tensor, FakeTensor)
     )

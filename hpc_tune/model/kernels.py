@@ -24,13 +24,13 @@ from torch import nn
 
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
 from hpc_tune.world.device import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
-_CHECKED_WINDOW = 70  # tokens: its edge falls inside the kernel's blocks, at varying places
-_ATTENTION = {
+_CHECKED_WINDOW_TOKENS = 70  # tokens: its edge falls inside the kernel's blocks, at varying places
+_ATTENTION_DESCRIPTIONS = {
     "varlen": "varlen (torch.nn.attention.varlen)",
     "tiles": "document by document (hpc_tune's tiles)",
     "mask": "with a mask of tokens x tokens for each packed row",
@@ -43,9 +43,9 @@ class Kernels:
 
     ``attention``: for packed rows. ``window``: for layers with a sliding window, None if the model
     has none. ``mask_reason``: why one of these two uses a T x T mask, "" if neither does.
-    ``lora``: for adapters, None without adapters. ``loop_reason``: why the experts of a mixture are
-    multiplied one by one, "" if they are not. ``flash``: what torch calls instead of its own
-    attention kernel, "" if nothing.
+    ``lora``: for adapters, None without adapters. ``expert_loop_reason``: why the experts of a
+    mixture are multiplied one by one, "" if they are not. ``flash``: what torch calls instead of
+    its own attention kernel, "" if nothing.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -54,32 +54,33 @@ class Kernels:
     swiglu: Implementation
     lora: Literal["own"] | None = "own"
     mask_reason: str = ""
-    loop_reason: str = ""
+    expert_loop_reason: str = ""
     flash: str = ""
 
     def __str__(self) -> str:
         """Describe the implementations in words, for the log of a run's start."""
-        attention = _ATTENTION[self.attention]
+        attention = _ATTENTION_DESCRIPTIONS[self.attention]
         attention += f" by {self.flash}" if self.flash else ""
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
-        slow = f", experts in a loop: {self.loop_reason}" if self.loop_reason else ""
+        slow = f", experts in a loop: {self.expert_loop_reason}" if self.expert_loop_reason else ""
         return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
 def choose_kernels(
     device_type: str,
     compiled: bool,
-    windows: bool,
+    has_windows: bool,
     mask_reason: str = "",
     why_no_window: str = "",
 ) -> Kernels:
     """Return what computes a model's blocks on a device.
 
-    ``windows``: the model has layers with a sliding window. ``mask_reason``: why attention cannot
-    run by document on the device; ``why_no_window``: why a GPU's kernel takes no sliding window.
+    ``has_windows``: the model has layers with a sliding window. ``mask_reason``: why attention
+    cannot run by document on the device; ``why_no_window``: why a GPU's kernel takes no sliding
+    window.
     """
     on_gpu = device_type == "cuda"
     norm: Implementation = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
@@ -87,12 +88,14 @@ def choose_kernels(
     if not on_gpu and compiled:
         mask_reason = mask_reason or "train.compile=true"
     if mask_reason:
-        return Kernels("mask", "mask" if windows else None, norm, swiglu, mask_reason=mask_reason)
+        return Kernels(
+            "mask", "mask" if has_windows else None, norm, swiglu, mask_reason=mask_reason
+        )
     if not on_gpu:
-        return Kernels("tiles", "mask" if windows else None, norm, swiglu)
-    if windows and why_no_window:
+        return Kernels("tiles", "mask" if has_windows else None, norm, swiglu)
+    if has_windows and why_no_window:
         return Kernels("varlen", "mask", norm, swiglu, mask_reason=why_no_window)
-    return Kernels("varlen", "varlen" if windows else None, norm, swiglu)
+    return Kernels("varlen", "varlen" if has_windows else None, norm, swiglu)
 
 
 def choose_model_kernels(
@@ -108,9 +111,9 @@ def choose_model_kernels(
     a GPU, the architecture is looked up and the kernel is tried; a ``device`` of None stands for
     the GPU of a plan.
     """
-    windows = any(layer_windows(config))
+    has_windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
-        return choose_kernels(device.type, compiled, windows, mask_reason)
+        return choose_kernels(device.type, compiled, has_windows, mask_reason)
     why, why_no_window, flash = mask_reason or _why_heads_unsupported(config, dtype), "", ""
     if not why and device is not None:
         architecture = find_architecture(device)
@@ -119,15 +122,17 @@ def choose_model_kernels(
         else:
             tried = (device, dtype, _head_size(config), _queries_per_key(config))
             why = varlen_attention.varlen_kernel_fault(*tried)
-            if windows and not why:
-                why_no_window = varlen_attention.varlen_kernel_fault(*tried, window=_CHECKED_WINDOW)
+            if has_windows and not why:
+                why_no_window = varlen_attention.varlen_kernel_fault(
+                    *tried, window=_CHECKED_WINDOW_TOKENS
+                )
             if not why and architecture is not None and architecture.capability is not None:
-                window = _CHECKED_WINDOW if windows and not why_no_window else None
+                window = _CHECKED_WINDOW_TOKENS if has_windows and not why_no_window else None
                 flash = varlen_attention.use_flash_attention(*tried, window)
-    return replace(choose_kernels("cuda", compiled, windows, why, why_no_window), flash=flash)
+    return replace(choose_kernels("cuda", compiled, has_windows, why, why_no_window), flash=flash)
 
 
-def why_no_parts(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def why_no_partial_documents(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     """Return why a GPU's kernel takes a model's documents, but no parts of them; "" if it does.
 
     A part has only its last tokens as queries: ranks that share a row gather its keys.
@@ -135,12 +140,12 @@ def why_no_parts(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda" or _why_heads_unsupported(config, dtype):
         return ""
     tried = device, dtype, _head_size(config), _queries_per_key(config)
-    return varlen_attention.varlen_kernel_fault(*tried, of_parts=True)
+    return varlen_attention.varlen_kernel_fault(*tried, queries_are_partial=True)
 
 
 def _queries_per_key(config: Any) -> int:
     heads: int = config.num_attention_heads
-    return heads // (common_value(config, "num_key_value_heads") or heads)
+    return heads // (value_shared_by_layers(config, "num_key_value_heads") or heads)
 
 
 def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
@@ -169,7 +174,7 @@ def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
         return f"the kernel takes bfloat16 and float16, not {found}"
-    if not isinstance(common_value(config, "num_attention_heads"), int):
+    if not isinstance(value_shared_by_layers(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
     if size > MAX_VALUES or size % HEAD_MULTIPLE:

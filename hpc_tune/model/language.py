@@ -21,31 +21,35 @@ from torch import nn
 
 from hpc_tune.config.rope import ORIGINAL, format_rope_scaling, suggest_rope_scaling
 from hpc_tune.errors import ConfigError, DataError, first_line
-from hpc_tune.files import read_json_object, why_pointer
-from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
+from hpc_tune.files import read_json_object, why_pointer_file
+from hpc_tune.hub_cache import advise_on_snapshots, not_in_cache_hint
 from hpc_tune.model.config_json import (
     read_config_json,
     refuse_hub_kernels,
-    refuse_huge_counts,
+    refuse_huge_layer_counts,
 )
-from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
+from hpc_tune.model.experts import (
+    AdaptedTensor,
+    disable_router_losses,
+    map_adapter_layers_to_stacks,
+)
 from hpc_tune.model.loss import find_decoder
-from hpc_tune.model.rotary import position_limit, scale_config
+from hpc_tune.model.rotary import apply_rope_scaling, position_limit
 from hpc_tune.model.tensor_sources import PIECE_BYTES, find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.transformers_compat import use_plain_functions_on_cpu
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.packages import fast_imports
 
-_CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
+_CONSTANT_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 
 
-def require_directory(directory: Path) -> None:
+def require_model_directory(directory: Path) -> None:
     """Raise a DataError that says what to do if there is no such directory."""
     if not directory.is_dir():
         seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"model.path={directory}: no such directory{seen_from}"
-            f"{cache_hint(str(directory), 'model')}. It must be a Hugging Face "
+            f"{not_in_cache_hint(str(directory), 'model')}. It must be a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json); models are not "
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
@@ -53,7 +57,7 @@ def require_directory(directory: Path) -> None:
     config = directory / "config.json"
     if not config.is_file() and (advice := advise_on_snapshots(directory, "model.path")):
         raise DataError(advice)
-    if why := why_pointer(config):
+    if why := why_pointer_file(config):
         raise DataError(why)
 
 
@@ -66,12 +70,12 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
         DataError: if the directory or its config.json is missing or cannot be used. ConfigError: if
         the family does not support this scaling.
     """
-    require_directory(directory)
+    require_model_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(
             f"model.path={directory}: no config.json in it; {_advise_instead(directory)}"
         )
-    refuse_huge_counts(directory)
+    refuse_huge_layer_counts(directory)
     with fast_imports():
         from transformers import AutoConfig
 
@@ -81,27 +85,32 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
                 directory, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers' classes raise anything for odd values
-        refuse_code(directory, "config.json", error)
+        refuse_remote_code(directory, "config.json", error)
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
     refuse_hub_kernels(directory)
     if rope_scaling is not None:
-        config = scale_config(config, read_config_json(directory), rope_scaling)
+        config = apply_rope_scaling(config, read_config_json(directory), rope_scaling)
     disable_router_losses(config)
     return config
 
 
-def why_too_long(
-    config: Any, directory: Path, rope_scaling: Mapping[str, Any] | None, longest: int, what: str
+def why_texts_too_long(
+    config: Any,
+    directory: Path,
+    rope_scaling: Mapping[str, Any] | None,
+    max_text_tokens: int,
+    what: str,
 ) -> str:
-    """Return why texts of ``longest`` tokens are too long for a model's positions; "" if not.
+    """Return why texts of ``max_text_tokens`` tokens are too long for a model's positions; "" if
+    not.
 
     ``config`` is the language model's, with ``rope_scaling``; ``what`` describes the length.
     """
     positions = position_limit(config, rope_scaling)
-    if positions is None or longest <= positions:
+    if positions is None or max_text_tokens <= positions:
         return ""
-    advice = advise_rope_scaling(directory, rope_scaling, longest)
+    advice = advise_rope_scaling(directory, rope_scaling, max_text_tokens)
     return (
         f"texts of up to {what} are longer than the model's {positions} positions, and it was "
         f"never trained on later ones: use texts of {positions} or less (data.seq_len cuts them)"
@@ -110,22 +119,28 @@ def why_too_long(
 
 
 def advise_rope_scaling(
-    directory: Path, said: Mapping[str, Any] | None, longest: int
+    directory: Path, current_scaling: Mapping[str, Any] | None, max_text_tokens: int
 ) -> str | None:
-    """Return the setting that lets a model take texts of ``longest`` tokens; None if none does.
+    """Return the setting that lets a model take texts of ``max_text_tokens`` tokens; None if none
+    does.
 
-    ``said``: the current model.rope_scaling; its factor is raised if it is a ratio of lengths.
+    ``current_scaling``: the current model.rope_scaling; its factor is raised if it is a ratio of
+    lengths.
     """
     trained = position_limit(read_language_config(directory), None)
     # llama3's factor is not a ratio of lengths.
-    is_raised = said is not None and "factor" in said and said["rope_type"] != "llama3"
-    if said is not None and is_raised:
-        trained = said.get(ORIGINAL, trained)
+    is_raised = (
+        current_scaling is not None
+        and "factor" in current_scaling
+        and current_scaling["rope_type"] != "llama3"
+    )
+    if current_scaling is not None and is_raised:
+        trained = current_scaling.get(ORIGINAL, trained)
     if not trained:
         return None
-    advised = suggest_rope_scaling(longest, trained)
-    if said is not None and is_raised:
-        advised = {**said, "factor": advised["factor"]}
+    advised = suggest_rope_scaling(max_text_tokens, trained)
+    if current_scaling is not None and is_raised:
+        advised = {**current_scaling, "factor": advised["factor"]}
     try:
         read_config(directory, advised)
     except ConfigError:
@@ -148,7 +163,7 @@ def _advise_instead(directory: Path) -> str:
     )
 
 
-def refuse_code(directory: Path, file: str, error: Exception) -> None:
+def refuse_remote_code(directory: Path, file: str, error: Exception) -> None:
     """Raise a DataError if transformers' ``error`` says that it needs code from the directory."""
     if "trust_remote_code" in str(error):
         raise DataError(
@@ -193,7 +208,7 @@ def language_config(config: Any, directory: Path) -> Any:
             f"{directory}: a {kind} model fills blocks of text in many steps; only models that "
             "predict the next token are trained here"
         )
-    if stock_class(config) is None:
+    if auto_model_class(config) is None:
         raise DataError(
             f"{directory}: a {kind} model has parts for other things than text or images, which "
             "hpc_tune cannot separate; use a text-only checkpoint of this family"
@@ -209,7 +224,7 @@ def language_config(config: Any, directory: Path) -> Any:
     return text
 
 
-def stock_class(config: Any) -> Any:
+def auto_model_class(config: Any) -> Any:
     """Return the class of transformers that loads the whole model; None if there is no such class.
 
     Users load a merged export, or the base of an adapter, with this class.
@@ -244,20 +259,20 @@ class TensorNames:
     """The names of a language model's tensors in the whole model and in the files.
 
     ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
-    ``in_whole`` and ``head_in_whole`` in the whole model. ``renamed`` maps a name in the whole
+    ``in_whole`` and ``whole_head`` in the whole model. ``renamed`` maps a name in the whole
     model to the name in the files if transformers renames it. Files may add or omit ``prefix``.
     """
 
     decoder: str = ""
     in_whole: str = ""
     head: str = ""
-    head_in_whole: str = ""
+    whole_head: str = ""
     prefix: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def name_in_whole(self, name: str) -> str:
+    def whole_model_name(self, name: str) -> str:
         """Return the name in the whole model of a tensor of the language model."""
-        for own, whole in ((self.decoder, self.in_whole), (self.head, self.head_in_whole)):
+        for own, whole in ((self.decoder, self.in_whole), (self.head, self.whole_head)):
             if whole and name.startswith(f"{own}."):
                 return whole + name.removeprefix(own)
         return name
@@ -267,7 +282,7 @@ class TensorNames:
 
         ``tied``: it is an embedding that is also the output head, and may be stored as the head.
         """
-        whole = self.name_in_whole(name)
+        whole = self.whole_model_name(name)
         if whole in self.renamed:
             return self.renamed[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
@@ -308,7 +323,7 @@ def make_language_model(
         DataError: if it is not a causal LM.
     """
     text = language_config(config, directory)
-    whole = None if text is config else _make_on_meta(stock_class(config), config, dtype)
+    whole = None if text is config else _make_on_meta(auto_model_class(config), config, dtype)
     if whole is not None:
         tied = bool(getattr(whole.config, "tie_word_embeddings", False))
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
@@ -326,7 +341,7 @@ def make_language_model(
 
 def make_whole_model(config: Any) -> Any:
     """Return the model of a whole configuration on the meta device, as users would load it."""
-    return _make_on_meta(stock_class(config), config, torch.float32)
+    return _make_on_meta(auto_model_class(config), config, torch.float32)
 
 
 def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -351,7 +366,7 @@ def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
     if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _make_on_meta(AutoModelForCausalLM, text, dtype)
     # transformers has no class for the text model (Qwen-VL): keep the whole model's decoder only.
-    model = _make_on_meta(stock_class(config), config, dtype)
+    model = _make_on_meta(auto_model_class(config), config, dtype)
     model.model, model.config = find_decoder(model), text
     return model
 
@@ -362,14 +377,12 @@ def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorName
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         places.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
-    (decoder, head), (in_whole, head_in_whole) = places
+    (decoder, head), (in_whole, whole_head) = places
     renamed = {} if index is None else find_renamed_tensors(whole, index.stored)
-    return TensorNames(
-        decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed
-    )
+    return TensorNames(decoder, in_whole, head, whole_head, f"{whole.base_model_prefix}.", renamed)
 
 
-def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
+def summarize_unused_tensors(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what the files hold besides the tensors ``used``, grouped by the start of the names.
 
     For example ``("model.vision_tower (437 tensors)",)``, followed by files that are not read;
@@ -382,7 +395,7 @@ def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ..
     joined = [index.joined[name] for name in used if name in index.joined]
     used = {*used, *(part.stored.name for one in joined for part in one.parts)}
     for name in index.stored:
-        if name not in used and not name.endswith(_CONSTANTS):
+        if name not in used and not name.endswith(_CONSTANT_SUFFIXES):
             blocks = _cut_at_number(name)
             first, *more = blocks.split(".") if blocks else [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
@@ -390,7 +403,7 @@ def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ..
                 key = f"{blocks}.{name.removeprefix(blocks).split('.')[1]}"
             parts[key] = parts.get(key, 0) + 1
     beside = (f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
-    return (*beside, *index.unread)
+    return (*beside, *index.ignored_weights)
 
 
 def _cut_at_number(name: str) -> str:
@@ -420,7 +433,7 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
 
 
 @dataclass(frozen=True)
-class Storage:
+class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
     ``transposed``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
@@ -434,7 +447,7 @@ class Storage:
     stacks: Mapping[str, AdaptedTensor]
 
 
-def find_storage(directory: Path, index: TensorIndex) -> Storage:
+def find_model_file_layout(directory: Path, index: TensorIndex) -> ModelFileLayout:
     """Return how a directory's language model is stored."""
     from transformers.pytorch_utils import Conv1D
 
@@ -448,9 +461,11 @@ def find_storage(directory: Path, index: TensorIndex) -> Storage:
     if head == names.stored(f"{path}.weight", index, tied=True):
         head = None
     stacks = {
-        names.name_in_whole(layer): replace(
+        names.whole_model_name(layer): replace(
             one, tensor=names.stored(one.tensor, index) or one.tensor
         )
-        for layer, one in find_adapted_tensors(language.model).items()
+        for layer, one in map_adapter_layers_to_stacks(language.model).items()
     }
-    return Storage(index, names, frozenset(name for name in transposed if name), head, stacks)
+    return ModelFileLayout(
+        index, names, frozenset(name for name in transposed if name), head, stacks
+    )

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hpc_tune.model.experts import find_routers
-from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
+from hpc_tune.model.faster_layers import share_input_casts, use_rms_norm, use_swiglu
 from hpc_tune.model.float8 import use_float8_matmuls
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import choose_model_kernels
@@ -74,27 +74,27 @@ def find_fp32_linears(model: Any) -> list[nn.Module]:
 
 
 # Not Jamba's Mamba 1: with norms between its projections, it calls each and has another slow form.
-_MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
+_MAMBA_1_CLASSES = ("MambaMixer", "FalconMambaMixer")
 
 
-def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
+def find_unquantized_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
     """Return the layers in a model's decoder blocks that are not quantized.
 
     These are routers, layers that are not called like other linear layers, and layers that a family
     keeps in fp32.
     """
-    paths = {*find_routers(blocks), *find_uncalled_linears(blocks)}
+    paths = {*find_routers(blocks), *find_unreplaceable_linears(blocks)}
     return {*find_fp32_linears(model), *(blocks.get_submodule(path) for path in paths)}
 
 
-def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
+def find_unreplaceable_linears(model: nn.Module) -> Iterator[str]:
     """Yield the paths of linear layers that are not called like other linear layers."""
     choosing = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
         own = module._parameters.keys()
         if {"A_log", "D", "dt_bias"} <= own:
             yield f"{path}.out_proj"
-        elif type(module).__name__ in _MAMBA_1:
+        elif type(module).__name__ in _MAMBA_1_CLASSES:
             yield from (f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
         elif isinstance(module, nn.Linear) and (hasattr(module, "n_groups") or module in choosing):
             yield path
@@ -106,12 +106,12 @@ def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
 
 
 # As in transformers' Trainer (get_decay_parameter_names), which goes by the name only.
-_NORM = re.compile(r"layernorm|rmsnorm|(^|[._])norm(\.|$)")
+_NORM_NAME = re.compile(r"layernorm|rmsnorm|(^|[._])norm(\.|$)")
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
     """Whether the parameter ``name`` belongs to a norm, or has at most one dimension."""
-    return parameter.dim() < 2 or _NORM.search(name.lower()) is not None
+    return parameter.dim() < 2 or _NORM_NAME.search(name.lower()) is not None
 
 
 def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
@@ -131,7 +131,7 @@ def find_blocks(model: Any) -> nn.ModuleList:
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
-def use_own_layers(
+def use_faster_layers(
     module: LossModel,
     blocks: Sequence[nn.Module],
     compiled: bool,
@@ -153,7 +153,7 @@ def use_own_layers(
         copies.keep_copies(blocks, groups)
     use_grouped_experts(blocks, compiled)
     if not compiled:
-        share_casts(blocks)
+        share_input_casts(blocks)
     if kernels.swiglu == "own":
         use_swiglu(blocks)
     if kernels.norm != "transformers":

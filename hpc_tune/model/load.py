@@ -1,8 +1,8 @@
 """Allocate a model that was built on the meta device, and fill in its values.
 
-allocate        uninitialized memory, after the engine has cut and sharded the module
-load_weights    each rank reads its own regions; adapters and buffers get their initial values
-finish_dora     initial values that need the weights of several ranks
+allocate                 uninitialized memory, after the engine has cut and sharded the module
+load_weights             each rank reads its own regions; adapters and buffers are initialized
+init_sharded_magnitudes  initial values that need the weights of several ranks
 """
 
 import json
@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model.adapters import strip_weight_patterns
+from hpc_tune.model.adapters import restore_layer_patterns
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.language import TensorNames, stored_tensors
-from hpc_tune.model.modules_to_save import SUFFIX, TokenRows
+from hpc_tune.model.modules_to_save import SUFFIX, TrainableTokenRows
 from hpc_tune.model.quantized_base import find_packed_weights
-from hpc_tune.model.rotary import fix_positions
+from hpc_tune.model.rotary import fix_rotary_frequencies
 from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
@@ -72,8 +72,8 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     model: Any = built.module.model
     wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
-        wanted[key] = strip_weight_patterns(wanted[key])
-        fields[key] = _expand_paths(strip_weight_patterns(fields[key]), wanted[key])
+        wanted[key] = restore_layer_patterns(wanted[key])
+        fields[key] = _expand_patterns_to_paths(restore_layer_patterns(fields[key]), wanted[key])
     problems = _compare_expert_ranks(fields, wanted, built.tune)
     problems += [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
@@ -82,7 +82,9 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     ]
     if (kind := saved.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type is {kind} there, and only LORA is supported here")
-    problems += _compare_tokens(saved.get("trainable_token_indices") or [], [*built.tokens])
+    problems += _compare_trainable_tokens(
+        saved.get("trainable_token_indices") or [], [*built.tokens]
+    )
     unsupported = sorted(saved.keys() - _IGNORED_FIELDS - _FIELDS.keys())
     problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
     if (init := saved.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
@@ -140,7 +142,7 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
     def in_whole(name: str) -> str:
         part, prefix, own = name.partition(ADAPTER_PREFIX)
         if prefix and not own.startswith(f"{names.in_whole}."):
-            return part + prefix + names.name_in_whole(own)
+            return part + prefix + names.whole_model_name(own)
         return name
 
     return index.with_names(in_whole)
@@ -178,7 +180,7 @@ def _compare_expert_ranks(
     return problems
 
 
-def _expand_paths(patterns: Any, paths: Iterable[str]) -> Any:
+def _expand_patterns_to_paths(patterns: Any, paths: Iterable[str]) -> Any:
     """Replace each pattern that is the end of some of ``paths`` by these paths."""
     found: dict[str, Any] = {}
     for key, value in patterns.items():
@@ -187,7 +189,7 @@ def _expand_paths(patterns: Any, paths: Iterable[str]) -> Any:
     return found
 
 
-def _compare_tokens(there: Any, here: list[int]) -> list[str]:
+def _compare_trainable_tokens(there: Any, here: list[int]) -> list[str]:
     """Return problems if an adapter's rows are for other tokens, or in another order."""
     (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
     if there == here:
@@ -267,7 +269,8 @@ def load_weights(
 ) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with initial values.
 
-    Not collective: a rank may fail alone. ``finish_dora`` does the part that needs several ranks.
+    Not collective: a rank may fail alone. ``init_sharded_magnitudes`` does the part that needs
+    several ranks.
 
     With ``parameters=False`` only buffers are filled, for an engine that fills parameters itself.
     ``reserve`` is called before host memory is filled.
@@ -286,7 +289,7 @@ def load_weights(
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         for number, region in enumerate(built.regions(name, parameter)):
-            found = built.find_stored(name)
+            found = built.locate_initial_values(name)
             if found is None or found[0] is built.start:
                 _init_adapter(built, name, region, reserve)
                 continue
@@ -301,10 +304,10 @@ def load_weights(
                 built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
     for part in built.module.modules():
-        if isinstance(part, TokenRows):
+        if isinstance(part, TrainableTokenRows):
             part.fill_ids()
     if built.seq_len is not None:
-        fix_positions(built.module, built.seq_len)
+        fix_rotary_frequencies(built.module, built.seq_len)
     if built.tune.method == "dora" and parameters and built.start is None:
         _init_magnitudes(built.module, sharded=False)
 
@@ -324,7 +327,7 @@ def _map_pages(
     return True
 
 
-def load_trained(built: BuiltModel, checkpoint: Path) -> None:
+def load_trained_parameters(built: BuiltModel, checkpoint: Path) -> None:
     """Fill the trained parameters from a checkpoint's directory, whatever layout saved it.
 
     Raises:
@@ -344,11 +347,11 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
             built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
             built.start.require_finite(region.local, built.saved_names[name], region.offset)
         return
-    full = make_first_values(built, name, region.full_shape)
+    full = make_initial_values(built, name, region.full_shape)
     region.local.copy_(full[region.box.slices()])
 
 
-def make_first_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def make_initial_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the initial values of an adapter, or of trained embedding rows (the base's rows)."""
     if not name.endswith(SUFFIX):
         return init_lora_values(name, shape, built.seed)
@@ -398,22 +401,22 @@ def _init_buffers(model: Any) -> None:
             owners[path] = module if inside else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
                 owners[path]._init_weights(module)
-        if _find_unfilled(model, unfilled):  # an outer model does it (Falcon-H1)
+        if _find_unfilled_buffers(model, unfilled):  # an outer model does it (Falcon-H1)
             for owner in dict.fromkeys(owners.values()):
                 owner._init_weights(owner)
-    if left := _find_unfilled(model, unfilled):
+    if left := _find_unfilled_buffers(model, unfilled):
         raise DataError(
             f"{model.config.model_type}: neither its files nor transformers gives {left[0]} its "
             "values; this architecture cannot be trained here"
         )
 
 
-def _find_unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
+def _find_unfilled_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
     buffers = dict(model.named_buffers())
     return [name for name in names if buffers[name].isnan().any()]
 
 
-def finish_dora(built: BuiltModel) -> None:
+def init_sharded_magnitudes(built: BuiltModel) -> None:
     """Initialize DoRA's magnitudes of sharded weights. Collective."""
     if built.tune.method == "dora" and built.start is None:
         _init_magnitudes(built.module, sharded=True)

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hpc_tune.model.float8 import float8_rows
+from hpc_tune.model.float8 import quantize_float8_rows
 
 # Names of sibling layers that are called with the same input.
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SAME_INPUT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class LoraGroup:
@@ -43,10 +43,10 @@ class LoraGroup:
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._shared = self._unshared = 0  # calls since ``settle_sharing``
+        self._shared = self._unshared = 0  # calls since ``decide_sharing``
         self._is_apart = False
 
-    def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
+    def linear_output(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of layer ``number``; the first call with an input computes them all."""
         if self._is_apart:
             return _compute_outputs(self.layers[number : number + 1], x, None)[0]
@@ -63,7 +63,7 @@ class LoraGroup:
             self._input = None
         return out_NO
 
-    def settle_sharing(self) -> None:
+    def decide_sharing(self) -> None:
         """Compute layers separately from now on if most calls did not share the previous input.
 
         To be called between steps: recomputation must do the same as the first pass.
@@ -93,7 +93,7 @@ def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) ->
             groups.append(group := LoraGroup(members))
             for number, layer in enumerate(members):
                 layer.lora_group, layer.lora_number = group, number
-                layer.forward = types.MethodType(_forward, layer)
+                layer.forward = types.MethodType(_lora_forward, layer)
     return groups
 
 
@@ -124,7 +124,7 @@ def _group_by_input(layers: dict[str, Any]) -> list[list[Any]]:
     rest, groups = dict(layers), []
     for path in layers:
         parent, dot, name = path.rpartition(".")
-        names = next((names for names in SHARED_INPUTS if name == names[0]), ())
+        names = next((names for names in SAME_INPUT_LAYERS if name == names[0]), ())
         siblings = [layers.get(f"{parent}{dot}{other}") for other in names]
         if names and all(_can_share_input(layer, layers[path]) for layer in siblings):
             groups.append([rest.pop(f"{parent}{dot}{other}") for other in names])
@@ -134,7 +134,7 @@ def _group_by_input(layers: dict[str, Any]) -> list[list[Any]]:
 def _can_share_input(layer: Any, first: Any) -> bool:
     return (
         layer is not None
-        and _is_matrix(layer)
+        and _has_matrix_base(layer)
         and layer.base_layer.in_features == first.base_layer.in_features
         and isinstance(layer.lora_dropout["default"], nn.Identity)
         and not layer._forward_pre_hooks
@@ -150,7 +150,7 @@ def _is_lora(layer: Any) -> bool:
         isinstance(layer.base_layer, nn.Linear)
         and all(type(part) is nn.Linear and "forward" not in part.__dict__ for part in parts)
         and not any(part.bias is not None for part in parts)
-        and (not layer.lora_variant or (is_dora(layer) and _is_matrix(layer)))
+        and (not layer.lora_variant or (is_dora(layer) and _has_matrix_base(layer)))
     )
 
 
@@ -159,7 +159,7 @@ def is_dora(layer: Any) -> bool:
     return "default" in (getattr(layer, "lora_magnitude_vector", None) or {})
 
 
-def _is_matrix(layer: Any) -> bool:
+def _has_matrix_base(layer: Any) -> bool:
     """Whether a layer's base is a plain or packed matrix, with the forward of its class.
 
     Other bases are called instead: torchao's float8, or a slice that adds its bias after a sum.
@@ -168,12 +168,12 @@ def _is_matrix(layer: Any) -> bool:
     return (type(base) is nn.Linear or _is_packed(base)) and "forward" not in base.__dict__
 
 
-def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _lora_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     given = x.to(matmul_dtype(self)) if _is_packed(self.base_layer) else x
     out = (
         _dora_forward(self, given)
         if is_dora(self)
-        else self.lora_group.product(self.lora_number, given)
+        else self.lora_group.linear_output(self.lora_number, given)
     )
     # Not in the autograd function: its views may not be changed in place, as OLMo (clip_qkv) does.
     return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
@@ -192,20 +192,20 @@ def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     base, magnitude = layer.base_layer, layer.lora_magnitude_vector["default"].weight
     norms_O = layer.__dict__.get("row_norms_O")
     if norms_O is None:
-        norms_O = row_norms(layer)
-    left = layer.lora_dropout["default"](x)
-    if left is x:
-        direction_NO = layer.lora_group.product(layer.lora_number, x)
+        norms_O = adapted_row_norms(layer)
+    x_after_dropout = layer.lora_dropout["default"](x)
+    if x_after_dropout is x:
+        direction_NO = layer.lora_group.linear_output(layer.lora_number, x)
         return cast(
             torch.Tensor, _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, base.bias)
         )
-    direction_NO = _compute_outputs([layer], left, None, drops=False)[0]
+    direction_NO = _compute_outputs([layer], x_after_dropout, None, drops=False)[0]
     scaled_NO: torch.Tensor = _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, None)
-    return scaled_NO + base(x - left).flatten(0, -2)
+    return scaled_NO + base(x - x_after_dropout).flatten(0, -2)
 
 
 @torch.no_grad()
-def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor:
+def adapted_row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return |w + s b A| for each row w of the base weight and b of B, fp32 [O].
 
     |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow matmul with W, if
@@ -213,7 +213,7 @@ def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor
     """
     weight_OI, a_RI = base_weight(layer), adapter_weight(layer, "A")
     if squares_O is None:
-        squares_O = row_squares(weight_OI)
+        squares_O = row_squared_norms(weight_OI)
     scaled_OR = adapter_scale(layer) * adapter_weight(layer, "B").to(squares_O.dtype)
     cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(squares_O.dtype)
     gram_RR = (a_RI @ a_RI.t()).to(squares_O.dtype)
@@ -222,7 +222,7 @@ def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor
 
 
 @torch.no_grad()
-def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
+def row_squared_norms(weight_OI: torch.Tensor) -> torch.Tensor:
     """Return the squared norm of each row, in fp32 or a more exact dtype."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype).square_()
@@ -232,12 +232,12 @@ def _compute_outputs(
     layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, drops: bool = True
 ) -> Sequence[torch.Tensor]:
     """Return the outputs of layers for one input, NO each; for DoRA before magnitude and bias."""
-    left = layers[0].lora_dropout["default"](x) if drops else x
-    if not _is_matrix(layers[0]):
+    x_after_dropout = layers[0].lora_dropout["default"](x) if drops else x
+    if not _has_matrix_base(layers[0]):
         [layer] = layers
         out_NO = layer.base_layer(x).flatten(0, -2)
         adapters = adapter_weight(layer, "A"), adapter_weight(layer, "B")
-        return [_AddAdapter.apply(out_NO, left, *adapters, adapter_scale(layer))]
+        return [_AddAdapter.apply(out_NO, x_after_dropout, *adapters, adapter_scale(layer))]
     a_SI: torch.Tensor | None = None
     bs_OR: Sequence[Any] = [None] * len(layers)
     if group is not None and group.a_SI is not None and group.a_SI.dtype == x.dtype:
@@ -249,7 +249,9 @@ def _compute_outputs(
         flat += [base.weight, bias, adapter_weight(layer, "A"), adapter_weight(layer, "B"), b_OR]
     packed = tuple(layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers)
     scales = tuple(map(adapter_scale, layers))
-    outs = _LoraLinear.apply(x, None if left is x else left, packed, scales, a_SI, *flat)
+    outs = _LoraLinear.apply(
+        x, None if x_after_dropout is x else x_after_dropout, packed, scales, a_SI, *flat
+    )
     return [outs] if isinstance(outs, torch.Tensor) else cast("tuple[torch.Tensor, ...]", outs)
 
 
@@ -273,28 +275,29 @@ def _input_gradient(
     packed: Sequence[Any],
     weights: Sequence[torch.Tensor],
     grads_NO: Sequence[torch.Tensor],
-    by_adapters: tuple[torch.Tensor, torch.Tensor] | None,
+    adapter_factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient of the input, NI, from the base's matmuls and that of ``by_adapters``.
+    """Return the gradient of the input, NI, from the base's matmuls and that of
+    ``adapter_factors``.
 
     The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
     that they add to costs nothing.
     """
     in_float8 = _multiplies_float8(packed)
     grad_x: torch.Tensor | None = None
-    if by_adapters is not None and not in_float8:
-        grad_x = torch.mm(*by_adapters)
+    if adapter_factors is not None and not in_float8:
+        grad_x = torch.mm(*adapter_factors)
     for layer, weight, grad_NO in zip(packed, weights, grads_NO, strict=True):
         if in_float8:
-            grad_NI = layer.gradient(grad_NO, weight)
+            grad_NI = layer.input_gradient(grad_NO, weight)
             grad_x = grad_NI if grad_x is None else grad_x.add_(grad_NI)
         elif grad_x is None:
             grad_x = grad_NO @ _unpack_weight(layer, weight)
         else:
             grad_x = grad_x.addmm_(grad_NO, _unpack_weight(layer, weight))
     assert grad_x is not None
-    if by_adapters is not None and in_float8:
-        grad_x = grad_x.addmm_(*by_adapters)
+    if adapter_factors is not None and in_float8:
+        grad_x = grad_x.addmm_(*adapter_factors)
     return grad_x
 
 
@@ -309,16 +312,17 @@ def _cast_adapters(
 class _LoraLinear(torch.autograd.Function):
     """Outputs of layers for one input; backward, gradients of it and of each A and B.
 
-    ``left`` is ``x`` after dropout, None without dropout; ``packed`` has the base of each layer
-    whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies are kept.
-    For each layer follow weight, bias, A, B, and the scaled B in that dtype if copies are kept.
+    ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed`` has the base of
+    each layer whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies
+    are kept. For each layer follow weight, bias, A, B, and the scaled B in that dtype if copies are
+    kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        left: torch.Tensor | None,
+        x_after_dropout: torch.Tensor | None,
         packed: tuple[Any, ...],
         scales: tuple[float, ...],
         a_SI: torch.Tensor | None,
@@ -327,7 +331,7 @@ class _LoraLinear(torch.autograd.Function):
         weights, biases, a_s, b_s = (flat[i::5] for i in range(4))
         bs_OR: Sequence[torch.Tensor] = flat[4::5]
         x_NI = x.flatten(0, -2)
-        left_NI = x_NI if left is None else left.flatten(0, -2)
+        left_NI = x_NI if x_after_dropout is None else x_after_dropout.flatten(0, -2)
         ctx.is_kept = a_SI is not None
         kept = () if a_SI is None else (a_SI, *bs_OR)
         if a_SI is None:
@@ -335,19 +339,24 @@ class _LoraLinear(torch.autograd.Function):
         low_NS = left_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
-        rows = float8_rows(x_NI) if _multiplies_float8(packed) else None
+        rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed) else None
         outs = []
         for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
             b_RO, bias = bs_OR[i].t(), biases[i]
             if rows is not None:
-                base_NO = packed[i].product(rows, weights[i], bias)
+                base_NO = packed[i].linear_output(rows, weights[i], bias)
                 outs.append(add(base_NO, low_NR, b_RO))
                 continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
             outs.append(add(adapter_NO, x_NI, _unpack_weight(packed[i], weights[i]).t()))
-        dropped = () if left is None else (left_NI,)
+        dropped = () if x_after_dropout is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
-        ctx.packed, ctx.scales, ctx.shape, ctx.drops = packed, scales, x.shape, left is not None
+        ctx.packed, ctx.scales, ctx.shape, ctx.drops = (
+            packed,
+            scales,
+            x.shape,
+            x_after_dropout is not None,
+        )
         return tuple(outs) if len(outs) > 1 else outs[0]
 
     @staticmethod
@@ -371,30 +380,30 @@ class _LoraLinear(torch.autograd.Function):
             of_layers += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
         grad_x = grad_left = None
         if ctx.needs_input_grad[0]:
-            by_adapters = None if ctx.drops else (grad_NS, a_SI)
-            grad_x = _input_gradient(ctx.packed, weights, grads_NO, by_adapters).view(ctx.shape)
+            adapter_factors = None if ctx.drops else (grad_NS, a_SI)
+            grad_x = _input_gradient(ctx.packed, weights, grads_NO, adapter_factors).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             grad_left = (grad_NS @ a_SI).view(ctx.shape)
         return grad_x, grad_left, None, None, None, *of_layers
 
 
 class _AddAdapter(torch.autograd.Function):
-    """``out_NO`` plus an adapter's output for ``left``, for a base that is called by itself."""
+    """``out_NO`` plus an adapter's output for ``x_after_dropout``; the base is called by itself."""
 
     @staticmethod
     def forward(
         ctx: Any,
         out_NO: torch.Tensor,
-        left: torch.Tensor,
+        x_after_dropout: torch.Tensor,
         a_RI: torch.Tensor,
         b_OR: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        left_NI = left.flatten(0, -2)
-        low_NR = left_NI @ a_RI.to(left.dtype).t()
+        left_NI = x_after_dropout.flatten(0, -2)
+        low_NR = left_NI @ a_RI.to(x_after_dropout.dtype).t()
         ctx.save_for_backward(left_NI, low_NR, a_RI, b_OR)
-        ctx.scale, ctx.shape = scale, left.shape
-        return torch.addmm(out_NO, low_NR, (scale * b_OR).to(left.dtype).t())
+        ctx.scale, ctx.shape = scale, x_after_dropout.shape
+        return torch.addmm(out_NO, low_NR, (scale * b_OR).to(x_after_dropout.dtype).t())
 
     @staticmethod
     def backward(ctx: Any, grad_NO: torch.Tensor) -> Any:  # type: ignore[override]
@@ -476,7 +485,7 @@ class AdapterCopies:
         ]
         for block in blocks:
             layers = [part for part in block.modules() if hasattr(part, "lora_group")]
-            if norms := [RowNorms(layer, self) for layer in layers if is_dora(layer)]:
+            if norms := [DoraRowNorms(layer, self) for layer in layers if is_dora(layer)]:
                 # A hook of the block: FSDP2 has gathered its weights, and no graph contains it.
                 block.register_forward_pre_hook(lambda *_, norms=norms: _update_norms(norms))
 
@@ -493,17 +502,17 @@ class AdapterCopies:
     def refresh(self) -> None:
         """Copy all adapters if they have changed; to be called before the passes of a step."""
         for group in self._all:
-            group.settle_sharing()
+            group.decide_sharing()
         if self._copied == self._version or not self._groups:
             return
         if self._copied < 0:
-            self._copy_adapters()
+            self._allocate_copies()
         self._copied = self._version
         layers = [layer for group in self._groups for layer in group.layers]
         a_views = [
             view
             for group in self._groups
-            for view in _full_tensor(group.a_SI).split(
+            for view in _require_tensor(group.a_SI).split(
                 [len(adapter_weight(m, "A")) for m in group.layers]
             )
         ]
@@ -514,7 +523,7 @@ class AdapterCopies:
         )
         torch._foreach_copy_([b_OR for group in self._groups for b_OR in group.bs_OR], scaled)
 
-    def _copy_adapters(self) -> None:
+    def _allocate_copies(self) -> None:
         for dtype in {matmul_dtype(group.layers[0]) for group in self._groups}:
             groups = [g for g in self._groups if matmul_dtype(g.layers[0]) == dtype]
             sizes = [
@@ -531,7 +540,7 @@ class AdapterCopies:
                 group.bs_OR = [b.view(s) for b, s in zip(of_layers, shapes, strict=True)]
 
 
-class RowNorms:
+class DoraRowNorms:
     """The norms of DoRA's rows in one layer, as of the adapters' last change."""
 
     def __init__(self, layer: Any, copies: AdapterCopies) -> None:
@@ -545,20 +554,20 @@ class RowNorms:
         if self._of_version == self._copies.version:
             return
         if self._squares_O is None:
-            self._squares_O = row_squares(base_weight(self._layer))
+            self._squares_O = row_squared_norms(base_weight(self._layer))
         self._of_version = self._copies.version
-        norms_O = row_norms(self._layer, self._squares_O)
+        norms_O = adapted_row_norms(self._layer, self._squares_O)
         if self._layer.row_norms_O is None:
             self._layer.row_norms_O = norms_O
         else:
             self._layer.row_norms_O.copy_(norms_O)
 
 
-def _update_norms(norms: Sequence[RowNorms]) -> None:
+def _update_norms(norms: Sequence[DoraRowNorms]) -> None:
     for of_layer in norms:
         of_layer.update()
 
 
-def _full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
+def _require_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor

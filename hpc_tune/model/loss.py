@@ -21,23 +21,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
-from hpc_tune.model.balance import RouterWatch, real_tokens
+from hpc_tune.model.balance import RouterWatch, real_token_mask
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import make_documents
 from hpc_tune.model.shared_rows import SharedRows, cut_documents
-from hpc_tune.model.varlen_attention import DocumentParts, make_starts
+from hpc_tune.model.varlen_attention import DocumentParts, make_document_starts
 
 # For a frozen head: bytes of logits per matmul, and of logits converted to fp32 at once. A CPU's
 # matmuls then rarely reread the weights, and the steps after them stay in cache; a GPU needs many
 # rows to be busy.
 LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
-MIN_TOKENS = 128
+MIN_CHUNK_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
 InPlaceExponentials = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # transformers separates the documents of a row by positions; these families need a mask for it.
-_BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
+_FAMILIES_NEEDING_MASK = ("biogpt", "falcon", "opt")
 # Fields of config.json that change logits. Granite divides by its factor, HyperCLOVA X multiplies.
 _LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -107,7 +107,7 @@ class LossModel(nn.Module):
         self.config = config
         self.within_documents, self.has_kernel = within_documents, False
         self.kernel_has_windows = True
-        self.first_stage = self.last_stage = True
+        self.is_first_stage = self.is_last_stage = True
         self.token_loss: TokenLoss = plain_losses
         self.logits_kernels = EAGER_KERNELS
         self.objective: Objective = TokenSum()
@@ -120,7 +120,7 @@ class LossModel(nn.Module):
     @property
     def needs_mask(self) -> bool:
         """Whether the family separates documents only by a mask, not by positions."""
-        blind = self.config.model_type in _BLIND_TO_POSITIONS
+        blind = self.config.model_type in _FAMILIES_NEEDING_MASK
         return blind and not getattr(self.config, "alibi", False)
 
     def causal_lm(self) -> Any:
@@ -135,26 +135,28 @@ class LossModel(nn.Module):
         last returns its hidden states instead.
         """
         lm = self.causal_lm()
-        of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT, kept={})
-        first_pass: AbstractContextManager[None] = nullcontext()
+        of_batch = replace(
+            self._micro_batch(batch), positions_BT=batch.positions_BT, recompute_cache={}
+        )
+        count_first_pass: AbstractContextManager[None] = nullcontext()
         if self.watch is not None and self.training:
-            of_batch = replace(of_batch, real_BT=real_tokens(batch, self.share))
-            first_pass = self.watch.first_pass()
-        with batch_context.using(of_batch), first_pass:
+            of_batch = replace(of_batch, real_BT=real_token_mask(batch, self.share))
+            count_first_pass = self.watch.count_first_pass()
+        with batch_context.using(of_batch), count_first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
-                input_ids=batch.tokens_BT if self.first_stage else None,
-                inputs_embeds=None if self.first_stage else hidden_BTD,
+                input_ids=batch.tokens_BT if self.is_first_stage else None,
+                inputs_embeds=None if self.is_first_stage else hidden_BTD,
                 position_ids=batch.positions_BT,
                 attention_mask=self._document_mask(batch.positions_BT),
                 use_cache=False,
             ).last_hidden_state
-        if not self.last_stage:
+        if not self.is_last_stage:
             return out_BTD
         labels_K = batch.labels_BT.flatten()
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
-        losses_of = functools.partial(
+        compute_losses = functools.partial(
             token_losses,
             head=lm.get_output_embeddings(),
             labels_N=labels_K[kept_N],
@@ -165,10 +167,10 @@ class LossModel(nn.Module):
         )
         hidden_ND = out_BTD.flatten(0, 1)[kept_N]
         unit = self.head_unit
-        losses_N = losses_of(hidden_ND) if unit is None else unit(hidden_ND, losses_of)
+        losses_N = compute_losses(hidden_ND) if unit is None else unit(hidden_ND, compute_losses)
         if self.share is None:
             return self.objective.sums(losses_N, batch)
-        sums = self.objective.sums(losses_N, batch, self.share.add_up)
+        sums = self.objective.sums(losses_N, batch, self.share.sum_over_ranks)
         # All ranks that share an answer compute the same sums for it; only one counts them.
         counts = batch.pairs is None or self.share.part.rank == 0
         return sums if counts else sums - sums.detach()
@@ -176,17 +178,19 @@ class LossModel(nn.Module):
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
         if self.share is not None:
-            starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
-            shared = MicroBatch(batch.rows, share=self.share, whole_rows=starts)
-            if self.share.part.head_tail:
-                shared = replace(shared, own_documents=self._own_documents(batch, self.share))
+            starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
+            shared = MicroBatch(batch.rows, share=self.share, whole_row_starts=starts)
+            if self.share.part.is_head_tail:
+                shared = replace(
+                    shared, document_parts_by_rank=self._cut_documents_by_rank(batch, self.share)
+                )
             if self.has_kernel:
                 return replace(shared, starts=starts)
             if self.within_documents and positions_BT.device.type == "cpu":
                 return replace(shared, documents=make_documents(lengths))
             return shared
         if self.has_kernel and lengths:  # reading positions would wait for the device
-            starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
+            starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)
         if self.within_documents and positions_BT.device.type == "cpu":
             return MicroBatch(
@@ -194,7 +198,7 @@ class LossModel(nn.Module):
             )
         return MicroBatch(batch.rows)
 
-    def _own_documents(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
+    def _cut_documents_by_rank(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
         found = {}
         for rank in share.ranks:
             parts = cut_documents(batch.document_lengths, replace(share.part, rank=rank))
@@ -225,14 +229,14 @@ class HeadUnit(nn.Module):
         self.head = head
 
     def forward(
-        self, hidden_ND: torch.Tensor, losses_of: Callable[[torch.Tensor], torch.Tensor]
+        self, hidden_ND: torch.Tensor, compute_losses: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``losses_of(hidden_ND)``; its other arguments must be bound already.
+        """Return ``compute_losses(hidden_ND)``; its other arguments must be bound already.
 
         FSDP2 searches a unit's arguments for tensors, even the fields of a config, and transformers
         raises an error when a field that differs by layer is read.
         """
-        return losses_of(hidden_ND)
+        return compute_losses(hidden_ND)
 
 
 def find_decoder(lm: Any) -> Any:
@@ -275,7 +279,9 @@ def token_losses(
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
-        chunk = max(MIN_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize))
+        chunk = max(
+            MIN_CHUNK_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize)
+        )
         frozen: torch.Tensor = _FrozenHeadLoss.apply(
             hidden_ND,
             head.weight,
@@ -288,7 +294,7 @@ def token_losses(
         return frozen
     if token_loss is plain_losses:
         token_loss = functools.partial(plain_losses, kernels=kernels)
-    chunk = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
+    chunk = max(MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
     parts = (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
@@ -314,7 +320,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         chunk: int,
-        num_fp32: int,
+        num_fp32_tokens: int,
         exponentials: InPlaceExponentials,
     ) -> torch.Tensor:
         losses_N = hidden_ND.new_empty(len(labels_N), dtype=torch.float32)
@@ -332,7 +338,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 logits_CV += bias_V
             for logits_SV, labels_S, loss_S1, sums_S1 in zip(
                 *(
-                    t.split(num_fp32)
+                    t.split(num_fp32_tokens)
                     for t in (logits_CV, labels_N[part], loss_N1[part], sums_N1[part])
                 ),
                 strict=True,

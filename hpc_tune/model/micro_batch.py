@@ -26,12 +26,13 @@ class MicroBatch:
     ``rows``: the indices of its rows in the global stream, from which dropout derives its masks.
     ``documents`` cover all rows; attention stays within each. ``starts``: where documents begin, on
     a GPU. With neither, transformers' masks separate documents. ``positions_BT`` restart at 0 with
-    each document. ``real_BT``: which tokens are not padding, if routers are watched. ``kept``:
-    what layers compute in the first pass and need again when recomputed, keyed by its owner; None
-    if nothing may be kept. If ranks share rows, ``share`` (``SharedRows``) says how, and
-    ``whole_rows`` (``DocumentStarts``) where their documents begin; ``documents`` and ``starts``
-    then describe whole rows too, all else only this rank's tokens. If keys are gathered,
-    ``own_documents`` are the parts of documents of each rank whose attention is computed here.
+    each document. ``real_BT``: which tokens are not padding, if routers are watched.
+    ``recompute_cache``: what layers compute in the first pass and need again when recomputed, keyed
+    by its owner; None if nothing may be kept. If ranks share rows, ``share`` (``SharedRows``) says
+    how, and ``whole_row_starts`` (``DocumentStarts``) where their documents begin; ``documents``
+    and ``starts`` then describe whole rows too, all else only this rank's tokens. If keys are
+    gathered, ``document_parts_by_rank`` are the parts of documents of each rank whose attention is
+    computed here.
     """
 
     rows: Sequence[int] = ()
@@ -40,9 +41,9 @@ class MicroBatch:
     positions_BT: torch.Tensor | None = None
     real_BT: torch.Tensor | None = None
     share: Any = None
-    whole_rows: Any = None
-    own_documents: Mapping[int, DocumentParts] = field(default_factory=dict)
-    kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
+    whole_row_starts: Any = None
+    document_parts_by_rank: Mapping[int, DocumentParts] = field(default_factory=dict)
+    recompute_cache: dict[object, Any] | None = field(default=None, compare=False, repr=False)
 
 
 class CurrentBatch:

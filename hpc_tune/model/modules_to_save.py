@@ -20,7 +20,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.layers import is_vector
 
 
-def train_modules(
+def make_modules_trainable(
     model: Any, tune: TuneConfig, is_tied: bool, trained_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Make the modules that tune.modules_to_save names trainable, on the meta device.
@@ -34,7 +34,7 @@ def train_modules(
     for name in tune.modules_to_save:
         found = [(path, part) for path, part in model.named_modules() if path.endswith(name)]
         if not found:
-            raise ConfigError(_explain_unknown(name, model))
+            raise ConfigError(_explain_unknown_module(name, model))
         for path, part in found:
             _require_trainable(name, path, part, model, is_tied)
             for parameter in part.parameters():
@@ -44,7 +44,7 @@ def train_modules(
                 _cast_outputs(part, dtype)
 
 
-def _explain_unknown(name: str, model: Any) -> str:
+def _explain_unknown_module(name: str, model: Any) -> str:
     parts = {
         path.rpartition(".")[2]
         for path, part in model.named_modules()
@@ -112,7 +112,7 @@ def _cast_linear(self: Any, x: torch.Tensor) -> torch.Tensor:
 SUFFIX = ".token_adapter.trainable_tokens_delta"
 
 
-class TokenRows(nn.Module):
+class TrainableTokenRows(nn.Module):
     """The trained rows, in ascending order of token id; their values are loaded with the weights.
 
     ``ids``: the token ids; ``token_ids``: the same as an int64 buffer [K], set by ``fill_ids``.
@@ -145,7 +145,9 @@ class TokenRows(nn.Module):
         return torch.where(is_row_BT1, rows_BTD.to(out.dtype), out)
 
 
-def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch.dtype) -> None:
+def add_trainable_token_rows(
+    model: Any, ids: Sequence[int], is_tied: bool, dtype: torch.dtype
+) -> None:
     """Add trained rows to the embedding of a model with adapters, on the meta device.
 
     Raises:
@@ -164,7 +166,7 @@ def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch
             "trains all of its rows; keep one of the two settings"
         )
     with torch.device("meta"):
-        embedding.token_adapter = TokenRows(ids, embedding, dtype)
+        embedding.token_adapter = TrainableTokenRows(ids, embedding, dtype)
     embedding.register_forward_hook(
         lambda layer, inputs, out: layer.token_adapter(inputs[0], out, False)
     )
@@ -184,7 +186,7 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     """
     known: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):
-        known = _read_token_numbers(directory / "tokenizer.json")
+        known = _read_vocabulary_ids(directory / "tokenizer.json")
     if unknown := [token for token in tokens if isinstance(token, str) and token not in known]:
         raise ConfigError(
             f"tune.trainable_tokens: {unknown[0]!r} is no token of {directory}/tokenizer.json; add "
@@ -196,7 +198,7 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     return sorted(ids)
 
 
-def _read_token_numbers(file: Path) -> dict[str, int]:
+def _read_vocabulary_ids(file: Path) -> dict[str, int]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = read["model"].get("vocab", {})

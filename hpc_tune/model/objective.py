@@ -18,15 +18,15 @@ from hpc_tune.batch import Batch, PreferencePairs
 from hpc_tune.config.tune import TuneConfig
 
 ObjectiveName = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
-_WITH_REFERENCE = ("dpo", "ipo", "kto")
+_OBJECTIVES_WITH_REFERENCE = ("dpo", "ipo", "kto")
 # Bounds p away from 1 in log(1 - p) of a mean probability p; beyond it the gradient is zero.
-_MIN_ODDS = 1e-7
+_MIN_NEGATIVE_LOG_PROB = 1e-7
 
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _is_whole(x: torch.Tensor) -> torch.Tensor:
+def _return_unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -37,10 +37,12 @@ class Objective(Protocol):
     def num_sums(self) -> int:
         """How many sums there are."""
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+    def sums(
+        self, losses_N: torch.Tensor, batch: Batch, sum_over_ranks: SumOverRanks = _return_unchanged
+    ) -> torch.Tensor:
         """Return the sums of a micro-batch.
 
-        ``add_up`` adds up the answers' values over the ranks that share their rows.
+        ``sum_over_ranks`` adds up the answers' values over the ranks that share their rows.
         """
 
 
@@ -49,7 +51,9 @@ class TokenSum:
 
     num_sums = 1
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+    def sums(
+        self, losses_N: torch.Tensor, batch: Batch, sum_over_ranks: SumOverRanks = _return_unchanged
+    ) -> torch.Tensor:
         """Return one sum, over the tokens of this rank."""
         if batch.weights_N is not None:
             losses_N = losses_N * batch.weights_N
@@ -61,11 +65,13 @@ class LogProbabilities:
 
     num_sums = 0
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+    def sums(
+        self, losses_N: torch.Tensor, batch: Batch, sum_over_ranks: SumOverRanks = _return_unchanged
+    ) -> torch.Tensor:
         """Return each answer's summed log-probability."""
         if batch.pairs is None:  # an empty micro-batch
             return losses_N
-        return add_up(log_probabilities(losses_N, batch.pairs)).flatten()
+        return sum_over_ranks(log_probabilities(losses_N, batch.pairs)).flatten()
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class PreferenceSums:
     moved: float
     reference: float
 
-    def measures(self, num_pairs: int) -> dict[str, float]:
+    def metrics(self, num_pairs: int) -> dict[str, float]:
         """Return the values to report: means over answers, and log-probabilities per token.
 
         ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
@@ -118,19 +124,17 @@ def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
     return astuple(replace(PreferenceSums(*sums), **none))
 
 
-def format_measures(measures: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Format the reported values as text, with accuracy in percent as everywhere."""
-    values = {
-        name: f"{v:.1%}" if name == "accuracy" else f"{v:.4g}" for name, v in measures.items()
-    }
+    values = {name: f"{v:.1%}" if name == "accuracy" else f"{v:.4g}" for name, v in metrics.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def compute_measures(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
+def compute_metrics(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
     """Return what is reported in addition to the loss, given an objective's sums; often nothing."""
     if len(sums) < len(fields(PreferenceSums)):
         return {}
-    return PreferenceSums(*sums).measures(num_pairs)
+    return PreferenceSums(*sums).metrics(num_pairs)
 
 
 @dataclass(frozen=True)
@@ -153,18 +157,22 @@ class Preference:
 
     num_sums = len(fields(PreferenceSums))
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+    def sums(
+        self, losses_N: torch.Tensor, batch: Batch, sum_over_ranks: SumOverRanks = _return_unchanged
+    ) -> torch.Tensor:
         """Return the values of ``PreferenceSums`` for a micro-batch."""
         pairs = batch.pairs
         if pairs is None:  # an empty micro-batch
             return F.pad(losses_N.sum().unsqueeze(0), (0, self.num_sums - 1))
-        log_probs_P2 = add_up(log_probabilities(losses_N, pairs))
+        log_probs_P2 = sum_over_ranks(log_probabilities(losses_N, pairs))
         if self.name == "kto":
-            losses_P = self._kto_losses(log_probs_P2[:, 0] - pairs.reference_P2[:, 0], pairs)
+            losses_P = self._kto_losses(
+                log_probs_P2[:, 0] - pairs.reference_log_probs_P2[:, 0], pairs
+            )
         else:
             losses_P = self._pair_losses(log_probs_P2, pairs)
         return torch.cat(
-            [losses_P.sum().unsqueeze(0), self._measured_sums(log_probs_P2.detach(), pairs)]
+            [losses_P.sum().unsqueeze(0), self._sum_statistics(log_probs_P2.detach(), pairs)]
         )
 
     def _pair_losses(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
@@ -181,20 +189,22 @@ class Preference:
         orpo (arXiv:2403.07691, equations 6 and 7, with m = p / n):
             -m_c - beta log sigmoid(log odds(m_c) - log odds(m_r))
         """
-        counts_P2 = pairs.counts_P2.clamp(min=1)
-        means_P2 = log_probs_P2 / counts_P2
-        moved_P2 = log_probs_P2 - pairs.reference_P2
+        num_loss_tokens_P2 = pairs.num_loss_tokens_P2.clamp(min=1)
+        means_P2 = log_probs_P2 / num_loss_tokens_P2
+        moved_P2 = log_probs_P2 - pairs.reference_log_probs_P2
         sft = self.sft_weight
         if self.name == "dpo":
             losses_P = self._smoothed_losses(self.beta * (moved_P2[:, 0] - moved_P2[:, 1]))
         elif self.name == "ipo":
-            per_token_P2 = moved_P2 / counts_P2
+            per_token_P2 = moved_P2 / num_loss_tokens_P2
             losses_P = (per_token_P2[:, 0] - per_token_P2[:, 1] - 1 / (2 * self.beta)).square()
         elif self.name == "simpo":
             margin_P = self.beta * (means_P2[:, 0] - means_P2[:, 1]) - self.gamma
             losses_P = self._smoothed_losses(margin_P)
         else:
-            odds_P2 = means_P2 - torch.log(-torch.expm1(means_P2.clamp(max=-_MIN_ODDS)))
+            odds_P2 = means_P2 - torch.log(
+                -torch.expm1(means_P2.clamp(max=-_MIN_NEGATIVE_LOG_PROB))
+            )
             losses_P = -self.beta * F.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
             sft = 1.0
         return losses_P - sft * means_P2[:, 0] if sft else losses_P
@@ -206,13 +216,13 @@ class Preference:
             return losses_P
         return ((1 - share) * losses_P + share * F.logsigmoid(-margin_P)) / (1 - 2 * share)
 
-    def _kto_losses(self, moved_P: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
+    def _kto_losses(self, log_ratios_P: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return each labeled answer's loss (arXiv:2402.01306, equation 8).
 
         lambda (1 - sigmoid(beta (s - KL))) for desirable ones, lambda (1 - sigmoid(beta (KL - s)))
         for the others; KL is the step's, over mismatched answers (``PreferencePairs.kl``).
         """
-        above_P = self.beta * (moved_P - pairs.kl)
+        above_P = self.beta * (log_ratios_P - pairs.kl)
         return torch.where(
             pairs.desirable_P,
             self.desirable_weight * torch.sigmoid(-above_P),
@@ -220,11 +230,11 @@ class Preference:
         )
 
     def _rewards(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
-        if self.name in _WITH_REFERENCE:
-            return self.beta * (log_probs_P2 - pairs.reference_P2)
-        return self.beta * log_probs_P2 / pairs.counts_P2.clamp(min=1)
+        if self.name in _OBJECTIVES_WITH_REFERENCE:
+            return self.beta * (log_probs_P2 - pairs.reference_log_probs_P2)
+        return self.beta * log_probs_P2 / pairs.num_loss_tokens_P2.clamp(min=1)
 
-    def _measured_sums(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
+    def _sum_statistics(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return all sums except the loss."""
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
@@ -235,18 +245,20 @@ class Preference:
             side_P2 = torch.stack([is_chosen_P, ~is_chosen_P], 1).float()
             answers = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
             rewards_P2, own_P2 = answers
-            tokens_P2, moved_P2 = pairs.counts_P2[:, :1] * side_P2, log_probs_P2[:, :1]
-            reference_P2 = pairs.reference_P2[:, :1]
+            tokens_P2, moved_P2 = pairs.num_loss_tokens_P2[:, :1] * side_P2, log_probs_P2[:, :1]
+            reference_log_probs_P2 = pairs.reference_log_probs_P2[:, :1]
         else:
             is_right_P = rewards_P2[:, 0] > rewards_P2[:, 1]
             side_P2, own_P2 = torch.ones_like(log_probs_P2), log_probs_P2
-            tokens_P2, moved_P2, reference_P2 = pairs.counts_P2, log_probs_P2, pairs.reference_P2
+            tokens_P2 = pairs.num_loss_tokens_P2
+            moved_P2 = log_probs_P2
+            reference_log_probs_P2 = pairs.reference_log_probs_P2
         return torch.cat(
             [
                 is_right_P.sum().float().unsqueeze(0),
                 *(t.float().sum(0) for t in (rewards_P2, own_P2, side_P2, tokens_P2)),
-                (moved_P2 - reference_P2).abs().sum().unsqueeze(0),
-                reference_P2.abs().sum().unsqueeze(0),
+                (moved_P2 - reference_log_probs_P2).abs().sum().unsqueeze(0),
+                reference_log_probs_P2.abs().sum().unsqueeze(0),
             ]
         )
 
@@ -257,7 +269,11 @@ def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.T
     ``losses_N``: the tokens' cross-entropies, document after document; if ranks share rows, only
     those of this rank's tokens.
     """
-    own_P2 = pairs.counts_P2 if pairs.own_counts_P2 is None else pairs.own_counts_P2
+    own_P2 = (
+        pairs.num_loss_tokens_P2
+        if pairs.num_own_loss_tokens_P2 is None
+        else pairs.num_own_loss_tokens_P2
+    )
     counts = own_P2.flatten()
     # In fp64: values are added one by one, and in fp32 a sum over 8,000 tokens would be off by 1e-6
     # of itself. ``unsafe`` skips the check of lengths, for which the host would have to wait.
@@ -269,4 +285,4 @@ def make_objective(tune: TuneConfig) -> Objective:
     """Return the objective of a run."""
     if tune.objective == "sft":
         return TokenSum()
-    return Preference(tune.objective, **tune.numbers)
+    return Preference(tune.objective, **tune.coefficients)

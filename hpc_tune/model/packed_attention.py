@@ -23,9 +23,9 @@ from torch import nn
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.micro_batch import Document, batch_context
-from hpc_tune.model.shared_rows import HeadsOfModule
+from hpc_tune.model.shared_rows import RankHeadsView
 from hpc_tune.model.tiled_attention import tiled_attention
-from hpc_tune.model.transformers_compat import keep_capped_scores
+from hpc_tune.model.transformers_compat import avoid_sdpa_with_capped_scores
 
 ATTENTION_NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): an indexer in each layer chooses the keys of each token.
@@ -51,8 +51,8 @@ def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
 
 def use_document_attention(model: Any) -> bool:
     """Make a model attend document by document; return whether its attention can be replaced."""
-    keep_capped_scores(model)
-    _make_masks_with_positions(model)
+    avoid_sdpa_with_capped_scores(model)
+    _patch_mask_functions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
     if any(find_indexers(model)):
@@ -82,11 +82,11 @@ def _set_attention(model: Any) -> None:
 
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _make_document_mask)
-    _find_documents_on_host()
+    _patch_packed_sequence_search()
     model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _find_documents_on_host() -> None:
+def _patch_packed_sequence_search() -> None:
     """Make transformers take documents from the host if it knows them.
 
     transformers reads from the positions whether a row has several documents, and so waits for the
@@ -99,19 +99,19 @@ def _find_documents_on_host() -> None:
         return
 
     @functools.wraps(theirs)
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
         if batch_context.batch.share is not None:
             return None
         if (starts := batch_context.batch.starts) is None:
             found: torch.Tensor | None = theirs(position_ids)
             return found
-        return starts.documents_BT() if starts.is_packed else None
+        return starts.document_ids_BT() if starts.is_packed else None
 
-    find.asks_host = True  # type: ignore[attr-defined]
-    masking_utils.find_packed_sequence_indices = find
+    find_documents.asks_host = True  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = find_documents
 
 
-def _make_masks_with_positions(model: Any) -> None:
+def _patch_mask_functions(model: Any) -> None:
     """Pass positions to the mask functions of families that leave them out (gpt-oss).
 
     transformers finds from them where documents begin, if it is given no cache and no mask.
@@ -120,38 +120,38 @@ def _make_masks_with_positions(model: Any) -> None:
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         theirs = getattr(code, name, None)
         if theirs is not None and not hasattr(theirs, "knows_positions"):
-            setattr(code, name, _pass_positions(theirs))
+            setattr(code, name, _wrap_with_positions(theirs))
 
 
-def _pass_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
-    def make(*args: Any, **options: Any) -> Any:
+    def make_mask_with_positions(*args: Any, **options: Any) -> Any:
         known = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
         if not args and options.get("position_ids") is None and not any(known):
             options["position_ids"] = batch_context.batch.positions_BT
         return theirs(*args, **options)
 
-    make.knows_positions = True  # type: ignore[attr-defined]
-    return make
+    make_mask_with_positions.knows_positions = True  # type: ignore[attr-defined]
+    return make_mask_with_positions
 
 
 def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     if batch_context.batch.share is not None:
-        return _mask_of_whole_rows(options)
+        return _encode_shared_row_window(options)
     starts, window = batch_context.batch.starts, options.get("local_size")
     apart = batch_context.batch.documents or starts is not None
     if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
         if window is None:
             return None
-        if starts is not None and starts.windows and _is_sliding(options):
+        if starts is not None and starts.supports_windows and _is_sliding(options):
             return varlen_attention.encode_window(window, starts.starts_N.device)
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
 
 
-def _mask_of_whole_rows(options: dict[str, Any]) -> torch.Tensor | None:
+def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
     """Return the mark of a window, or None: over shared rows, attention makes its masks itself.
 
     Raises:
@@ -163,7 +163,9 @@ def _mask_of_whole_rows(options: dict[str, Any]) -> torch.Tensor | None:
         raise ConfigError("a layer has a mask that is neither plainly causal nor a sliding window")
     if window is None:
         return None
-    return varlen_attention.encode_window(window, batch_context.batch.whole_rows.starts_N.device)
+    return varlen_attention.encode_window(
+        window, batch_context.batch.whole_row_starts.starts_N.device
+    )
 
 
 def _is_sliding(options: dict[str, Any]) -> bool:
@@ -186,15 +188,15 @@ def _attend(
     if batch_context.batch.share is None:
         return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
     window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
-    call = _SharedCall(module, window, dropout, scaling, options)
+    call = _SharedRowsAttention(module, window, dropout, scaling, options)
     share = batch_context.batch.share
-    attend = call.of_own_queries if share.part.head_tail else call.of_own_heads
+    attend = call.attend_own_queries if share.part.is_head_tail else call.attend_own_heads
     own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
     return share.attend(attend, *own), None
 
 
 @dataclass(frozen=True)
-class _SharedCall:
+class _SharedRowsAttention:
     """A layer's call of attention over rows that ranks share; its methods compute a rank's part."""
 
     module: Any
@@ -203,7 +205,7 @@ class _SharedCall:
     scaling: float | None
     options: dict[str, Any]
 
-    def of_own_heads(
+    def attend_own_heads(
         self,
         rank: int,
         query_BHTD: torch.Tensor,
@@ -213,19 +215,21 @@ class _SharedCall:
         """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
         heads, groups = query_BHTD.shape[1], key_BKTD.shape[1]
-        own = HeadsOfModule(self.module, rank, batch.share.part.size, heads, groups)
-        options = {name: own.cut(value) for name, value in self.options.items()}
+        own = RankHeadsView(self.module, rank, batch.share.part.size, heads, groups)
+        options = {name: own.cut_to_rank(value) for name, value in self.options.items()}
         if batch.share.uses_eager:
-            return self._eagerly(own, options, inputs, batch.whole_rows.mask_B1TT(window))
+            return self._attend_eagerly(
+                own, options, inputs, batch.whole_row_starts.mask_B1TT(window)
+            )
         mask = None
-        if batch.starts is not None and (window is None or batch.starts.windows):
+        if batch.starts is not None and (window is None or batch.starts.supports_windows):
             if window is not None:
                 mask = varlen_attention.encode_window(window, query_BHTD.device)
         elif window is not None or not batch.documents:
-            mask = batch.whole_rows.mask_B1TT(window)
+            mask = batch.whole_row_starts.mask_B1TT(window)
         return _attend_rows(own, *inputs, mask, self.dropout, self.scaling, **options)[0]
 
-    def of_own_queries(
+    def attend_own_queries(
         self,
         rank: int,
         query_BHSD: torch.Tensor,
@@ -234,28 +238,28 @@ class _SharedCall:
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
-        share, own = batch.share, batch.own_documents[rank]
+        share, own = batch.share, batch.document_parts_by_rank[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        if batch.starts is not None and share.takes_parts and not share.uses_eager:
+        if batch.starts is not None and share.kernel_takes_parts and not share.uses_eager:
             query, key, value = _pad_heads(*inputs)
-            takes_window = window is None or batch.starts.windows
+            takes_window = window is None or batch.starts.supports_windows
             if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
                 out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
                 return _unpad_heads(out_BSHD, value_BKTD)
         elif batch.documents and window is None and not (self.dropout or share.uses_eager):
             query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
             key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
-            out = tiled_attention(query, key, value, own.spans, scale, own.earlier)
+            out = tiled_attention(query, key, value, own.spans, scale, own.num_earlier_keys)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
         places_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
-        places_S = replace(share.part, rank=rank).cut(places_T, 0)
-        mask_B1ST = batch.whole_rows.mask_B1ST(places_S, window)
+        places_S = replace(share.part, rank=rank).cut_to_rank(places_T, 0)
+        mask_B1ST = batch.whole_row_starts.mask_B1ST(places_S, window)
         if share.uses_eager:
-            return self._eagerly(self.module, self.options, inputs, mask_B1ST)
+            return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)
         how = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
         return _attend_by_mask(self.module, *inputs, mask_B1ST, **how)[0]
 
-    def _eagerly(
+    def _attend_eagerly(
         self, own: Any, options: dict[str, Any], inputs: Sequence[torch.Tensor], mask: torch.Tensor
     ) -> torch.Tensor:
         """Call the family's own attention function; ``own`` is the module or its cut to a rank."""
@@ -303,7 +307,7 @@ def _attend_rows(
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
         for document in batch_context.batch.documents:
-            query, key, value = _slices(document, *inputs)
+            query, key, value = _slice_document(document, *inputs)
             parts.append(
                 F.scaled_dot_product_attention(
                     query, key, value, None, dropout, True, scale=scaling, enable_gqa=has_groups
@@ -341,7 +345,7 @@ def _join_documents(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor
     return joined.reshape(num_rows, num_tokens, num_heads, -1)
 
 
-def _slices(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def _slice_document(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return the document's slice of each B?T? tensor."""
     rows, start, stop = document
     return [tensor[rows, :, start:stop] for tensor in tensors]

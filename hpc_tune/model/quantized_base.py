@@ -22,12 +22,12 @@ from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.experts import find_expert_modules
 from hpc_tune.model.float8 import Float8Linear, Float8Stack
 from hpc_tune.model.grouped_experts import (
-    has_grouped_form,
+    is_groupable_experts,
     packing_name,
     stack_names,
     use_grouped_experts,
 )
-from hpc_tune.model.layers import find_blocks, find_unquantised_layers
+from hpc_tune.model.layers import find_blocks, find_unquantized_layers
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 
@@ -115,10 +115,10 @@ class FourBitLinear(nn.Linear):
         local: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
-        stored: str,
+        stored_name: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read, quantize and pack the weight ``stored``.
+        """Read, quantize and pack the weight ``stored_name``.
 
         ``local`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
         since the scales depend on all of them.
@@ -127,13 +127,13 @@ class FourBitLinear(nn.Linear):
             DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
         """
         start, scales = offset[0], []
-        matrix = _StoredMatrix(index, stored, self.out_features, self.in_features)
-        for at, packed, absmax in matrix.quantise_pieces(self.compute_dtype, local.device, reserve):
+        matrix = _StoredMatrix(index, stored_name, self.out_features, self.in_features)
+        for at, packed, absmax in matrix.quantize_pieces(self.compute_dtype, local.device, reserve):
             scales.append(absmax)
             begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
             if begin < end:
                 local[begin - start : end - start].copy_(packed[begin - at : end - at])
-        values = _quantise_scales(torch.cat(scales))
+        values = _quantize_scales(torch.cat(scales))
         for name, value in zip(_SCALE_NAMES, values, strict=True):
             self.get_buffer(name).copy_(value)
 
@@ -187,14 +187,14 @@ class FourBitStack(nn.Module):
         self.shape, self.compute_dtype = stack.shape, dtype
         self.num_scales = -(-stack[0].numel() // BLOCK)
         more = -(-self.num_scales // SCALES_BLOCK)
-        self.parts = (self.num_scales * BLOCK // 2, self.num_scales, 4 * more, 4)
+        self.part_bytes = (self.num_scales * BLOCK // 2, self.num_scales, 4 * more, 4)
         code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
         self.register_buffer("scales_code", code, persistent=False)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of an expert, rounded up to a multiple of 16."""
-        return -(-sum(self.parts) // 16) * 16
+        return -(-sum(self.part_bytes) // 16) * 16
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
@@ -211,7 +211,7 @@ class FourBitStack(nn.Module):
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
-            [*self.parts, self.row_bytes - sum(self.parts)], dim=1
+            [*self.part_bytes, self.row_bytes - sum(self.part_bytes)], dim=1
         )
         code = self.get_buffer("scales_code").view(torch.float32)
         scales_EB = code[scales.int()]
@@ -240,10 +240,10 @@ class FourBitStack(nn.Module):
         local: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
-        stored: str,
+        stored_name: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read, quantize and pack the stack ``stored``.
+        """Read, quantize and pack the stack ``stored_name``.
 
         ``local`` are the packed bytes of this rank's experts, from ``offset`` on.
 
@@ -251,20 +251,22 @@ class FourBitStack(nn.Module):
             DataError: as ``FourBitLinear.fill`` does.
         """
         for i in range(len(local)):
-            matrix = _StoredMatrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
+            matrix = _StoredMatrix(
+                index, stored_name, self.shape[1], self.shape[2], (offset[0] + i,)
+            )
             row, scales = local[i, 0].zero_(), []
-            for at, packed, absmax in matrix.quantise_pieces(
+            for at, packed, absmax in matrix.quantize_pieces(
                 self.compute_dtype, local.device, reserve
             ):
                 scales.append(absmax)
                 row[at : at + len(packed)].copy_(packed.flatten())
-            codes, more, mean, code = _quantise_scales(torch.cat(scales))
-            at = self.parts[0]
+            codes, more, mean, code = _quantize_scales(torch.cat(scales))
+            at = self.part_bytes[0]
             for values in (codes, more, mean):
                 row[at : at + len(values)].copy_(values)
                 at += len(values)
         # The table is the same for any scales.
-        _, _, _, code = _quantise_scales(torch.ones(1, device=local.device))
+        _, _, _, code = _quantize_scales(torch.ones(1, device=local.device))
         self.get_buffer("scales_code").copy_(code)
 
 
@@ -290,15 +292,15 @@ def require_bitsandbytes() -> None:
 
 @dataclass(frozen=True)
 class _StoredMatrix:
-    """A stored matrix, or one of a stored stack, in which ``place`` is (its index,)."""
+    """A stored matrix, or one of a stored stack, in which ``stack_index`` is (its index,)."""
 
     index: TensorIndex | ShapeIndex
-    stored: str
+    stored_name: str
     rows: int
     width: int
-    place: tuple[int, ...] = ()
+    stack_index: tuple[int, ...] = ()
 
-    def quantise_pieces(
+    def quantize_pieces(
         self, dtype: torch.dtype, device: torch.device, reserve: Reserve
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Read ``PIECE_BYTES`` of values at a time; yield each piece's first byte, codes, scales.
@@ -312,15 +314,15 @@ class _StoredMatrix:
         unit = BLOCK // math.gcd(BLOCK, self.width)
         step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
         for first in range(0, self.rows, step):
-            shape = (*(1 for _ in self.place), min(step, self.rows - first), self.width)
-            piece, at = torch.empty(shape, dtype=dtype), (*self.place, first, 0)
-            self.index.fill(piece, self.stored, at, reserve)
-            self.index.require_finite(piece, self.stored, at)
+            shape = (*(1 for _ in self.stack_index), min(step, self.rows - first), self.width)
+            piece, at = torch.empty(shape, dtype=dtype), (*self.stack_index, first, 0)
+            self.index.fill(piece, self.stored_name, at, reserve)
+            self.index.require_finite(piece, self.stored_name, at)
             packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK, quant_type="nf4")
             yield first * self.width // 2, packed, state.absmax
 
 
-def _quantise_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Quantize scales; return the bytes of their codes, scales, mean and code table."""
     from bitsandbytes.functional import quantize_blockwise
 
@@ -342,7 +344,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     """Pack the frozen weights of the decoder blocks, on the meta device.
 
     Call it after peft, which looks at the shapes of whole weights. It packs all linear layers but
-    ``find_unquantised_layers``, and the stacks of experts that ``grouped_experts`` computes.
+    ``find_unquantized_layers``, and the stacks of experts that ``grouped_experts`` computes.
 
     Raises:
         ConfigError: if bitsandbytes is needed, but is not installed or cannot be imported.
@@ -351,7 +353,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     if in_4_bits:
         require_bitsandbytes()
     blocks = find_blocks(model)
-    others = find_unquantised_layers(model, blocks)
+    others = find_unquantized_layers(model, blocks)
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad and child not in others:
@@ -360,7 +362,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     # Some families (Jamba) read a layer's weight directly, unless the config says, as for models
     # that transformers has quantized, that the weight is not a plain matrix.
     model.config._is_quantized = True
-    for experts in filter(has_grouped_form, blocks.modules()):
+    for experts in filter(is_groupable_experts, blocks.modules()):
         for name in stack_names(experts):
             values = experts.get_parameter(name)
             stack = FourBitStack(values, dtype) if in_4_bits else Float8Stack(values, dtype)

@@ -109,9 +109,9 @@ def write_regions(
     try:
         with file.open("wb") as out, _Hash() as digest:
             for block in _file_blocks(regions, read):
-                digest.begin(block)
+                digest.begin_hashing(block)
                 out.write(block)
-                digest.finish()
+                digest.wait_until_hashed()
                 position += len(block)
                 del block  # else it would keep its tensor alive while the next one is made
                 if position - num_syncing >= SYNC_BYTES:
@@ -140,10 +140,10 @@ class _Hash:
     def __exit__(self, *_: object) -> None:
         self._blocks.put(None)
 
-    def begin(self, block: bytes | memoryview) -> None:
+    def begin_hashing(self, block: bytes | memoryview) -> None:
         self._blocks.put(block)
 
-    def finish(self) -> None:
+    def wait_until_hashed(self) -> None:
         """Wait until the block is hashed and its reference dropped."""
         self._hashed.acquire()
 
@@ -157,14 +157,14 @@ class _Hash:
             self._hashed.release()
 
 
-def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
-    """Start writing back ``syncing:position`` to disk, and wait for ``synced:syncing``.
+def _write_back(descriptor: int, synced_end: int, syncing_end: int, position: int) -> None:
+    """Start writing back ``syncing_end:position`` to disk, wait for ``synced_end:syncing_end``.
 
     So at most two ranges of a large file are left in the page cache for the final sync.
     """
     for start, end, flags in (
-        (syncing, position, _SYNC_BEGIN),
-        (synced, syncing, _SYNC_BEGIN_AND_WAIT),
+        (syncing_end, position, _SYNC_BEGIN),
+        (synced_end, syncing_end, _SYNC_BEGIN_AND_WAIT),
     ):
         if start == end:  # the kernel would take a length of 0 as "to the end of the file"
             continue

@@ -1,8 +1,8 @@
 """Rotary positions: scaled as ``model.rope_scaling`` says, and the same for all texts of a run.
 
-scale_config_json   puts the setting into the content of a config.json, for runs and for exports
-fix_positions       fixes frequencies that transformers would recompute for each text
-without_lengths     a setting with which transformers itself computes the fixed ones: for exports
+apply_rope_scaling_to_json  puts the setting into the content of a config.json (runs, exports)
+fix_rotary_frequencies      fixes frequencies that transformers would recompute for each text
+length_independent_scaling  the setting with which transformers computes the fixed ones (exports)
 
 transformers computes some frequencies for the longest text of a micro-batch (longrope: two sets;
 dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the other
@@ -18,23 +18,26 @@ from torch import nn
 
 from hpc_tune.config.rope import KINDS, ORIGINAL, SCALING_KEYS, format_rope_scaling
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 
 _FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its own parameters
-_BY_POSITIONS = ("linear", "dynamic")  # their max_position_embeddings is the unscaled length
-_POSITIONS = "max_position_embeddings"
+_KINDS_WITH_UNSCALED_LENGTH = (
+    "linear",
+    "dynamic",
+)  # their max_position_embeddings is the unscaled length
+_MAX_POSITIONS_KEY = "max_position_embeddings"
 _ATTENTION_SCALE = "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL
 _UNSCALED = "default"  # to transformers: frequencies that never change
 
 
-def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
+def apply_rope_scaling(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
     """Return ``config``, which transformers made from ``content``, with its positions scaled.
 
     Raises:
         ConfigError: if the model family does not support this scaling.
     """
     said, kind = format_rope_scaling(scaling), config.get_text_config().model_type
-    before = _parameters(config)
+    before = _rotary_parameters(config)
     if not before:
         raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
     if (own := before.get("rope_type", _UNSCALED)) not in (_UNSCALED, *KINDS):
@@ -43,12 +46,12 @@ def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, 
             "leave model.rope_scaling out"
         )
     try:
-        scaled = type(config).from_dict(scale_config_json(config, content, scaling))
+        scaled = type(config).from_dict(apply_rope_scaling_to_json(config, content, scaling))
     except Exception as error:  # whatever the family's own checks raise
         raise ConfigError(
             f"{said}: transformers rejects this scaling for a {kind} model: {first_line(error)}"
         ) from None
-    found, wanted = _parameters(scaled), _with_scaling(before, scaling)
+    found, wanted = _rotary_parameters(scaled), _replace_scaling(before, scaling)
     if other := [f"{k}={found.get(k)}" for k, v in wanted.items() if found.get(k) != v]:
         raise ConfigError(
             f"{said}: transformers turns it into {', '.join(other)} for a {kind} model; use a kind "
@@ -57,13 +60,13 @@ def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, 
     return scaled
 
 
-def scale_config_json(
+def apply_rope_scaling_to_json(
     config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the ``content`` of the config.json that ``config`` was read from, positions scaled.
 
     The form is kept: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
-    ``scaling`` may come from ``without_lengths``.
+    ``scaling`` may come from ``length_independent_scaling``.
     """
     text = config.get_text_config()
     inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -71,26 +74,26 @@ def scale_config_json(
     part = dict(content if name is None else content[name])
     if isinstance(whole := part.get("rope_parameters"), dict):
         old = whole.get(_FULL_ATTENTION, whole)
-        new = _with_scaling(old, scaling)
+        new = _replace_scaling(old, scaling)
         part["rope_parameters"] = new if old is whole else {**whole, _FULL_ATTENTION: new}
     else:
-        new = _with_scaling(part.get("rope_scaling") or {}, scaling)
+        new = _replace_scaling(part.get("rope_scaling") or {}, scaling)
         part["rope_scaling"] = {k: v for k, v in new.items() if k != "rope_theta"}
     if "rope_theta" in scaling and ("rope_theta" in part or "rope_scaling" in part):
         part["rope_theta"] = scaling["rope_theta"]
     if ORIGINAL in scaling and hasattr(text, ORIGINAL):  # Phi-3 reads it from there
         part[ORIGINAL] = scaling[ORIGINAL]
-    if (positions := _scaled_positions(text, _parameters(config), scaling)) is not None:
-        part[_POSITIONS] = positions
+    if (positions := _scaled_positions(text, _rotary_parameters(config), scaling)) is not None:
+        part[_MAX_POSITIONS_KEY] = positions
     return part if name is None else {**content, name: part}
 
 
-def _with_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters with ``scaling``, and those of ``old`` that belong to no scaling."""
     kept = {key: value for key, value in old.items() if key not in SCALING_KEYS}
     if _ATTENTION_SCALE in old and ORIGINAL in old:
         kept[ORIGINAL] = old[ORIGINAL]
-    return kept | {key: value for key, value in scaling.items() if key != _POSITIONS}
+    return kept | {key: value for key, value in scaling.items() if key != _MAX_POSITIONS_KEY}
 
 
 def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
@@ -99,48 +102,52 @@ def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, A
     The factor of Llama 3's scaling is not a ratio of lengths: both 8 and 32 (Llama 3.1 and 3.2)
     turn 8192 positions into 131072.
     """
-    if _POSITIONS in scaling or not {ORIGINAL, "factor"} <= scaling.keys():
-        return scaling.get(_POSITIONS)
+    if _MAX_POSITIONS_KEY in scaling or not {ORIGINAL, "factor"} <= scaling.keys():
+        return scaling.get(_MAX_POSITIONS_KEY)
     if all(old.get(key) == scaling[key] for key in ("rope_type", "factor", ORIGINAL)):
         return None
     positions = int(scaling[ORIGINAL] * scaling["factor"])
     if scaling["rope_type"] != "llama3":
         return positions
-    is_more = positions > getattr(text, _POSITIONS, 0)
+    is_more = positions > getattr(text, _MAX_POSITIONS_KEY, 0)
     return positions if is_more and old.get("rope_type") != "llama3" else None
 
 
-def without_lengths(config: Any, scaling: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+def length_independent_scaling(
+    config: Any, scaling: Mapping[str, Any], num_tokens: int
+) -> dict[str, Any]:
     """Return a scaling that gives texts of any length the frequencies for ``num_tokens`` tokens.
 
-    These are the frequencies of ``fix_positions``; with the original ``scaling``, transformers
-    would use others for shorter texts. ``config`` is transformers' config without the scaling. The
-    result may also have max_position_embeddings.
+    These are the frequencies of ``fix_rotary_frequencies``; with the original ``scaling``,
+    transformers would use others for shorter texts. ``config`` is transformers' config without the
+    scaling. The result may also have max_position_embeddings.
     """
     text, kind = config.get_text_config(), scaling["rope_type"]
     if kind == "longrope" and num_tokens > scaling[ORIGINAL]:
         return {**scaling, "short_factor": scaling["long_factor"]}
     if kind != "dynamic":
         return dict(scaling)
-    parameters, trained = _parameters(config) | dict(scaling), text.max_position_embeddings
-    head_dim = common_value(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    parameters, trained = _rotary_parameters(config) | dict(scaling), text.max_position_embeddings
+    head_dim = (
+        value_shared_by_layers(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    )
     dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     positions, factor = max(num_tokens, trained), scaling["factor"]
     stretch = (factor * positions / trained - (factor - 1)) ** (dim / (dim - 2))
     return {
         "rope_type": _UNSCALED,
         "rope_theta": parameters["rope_theta"] * stretch,
-        _POSITIONS: positions,
+        _MAX_POSITIONS_KEY: positions,
     }
 
 
-def _parameters(config: Any) -> dict[str, Any]:
+def _rotary_parameters(config: Any) -> dict[str, Any]:
     """Return the rotary parameters of the full-attention layers; empty if there are none."""
     found: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return found.get(_FULL_ATTENTION, found)
 
 
-def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
+def require_scaling_support(model: nn.Module, scaling: Mapping[str, Any]) -> None:
     """Refuse a family whose own code ignores the scaling.
 
     Raises:
@@ -158,8 +165,8 @@ def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
 
 def position_limit(config: Any, scaling: Mapping[str, Any] | None) -> int | None:
     """Return the longest text, in tokens, that a language model's positions are meant for."""
-    positions: int | None = getattr(config, _POSITIONS, None)
-    if positions and scaling and scaling["rope_type"] in _BY_POSITIONS:
+    positions: int | None = getattr(config, _MAX_POSITIONS_KEY, None)
+    if positions and scaling and scaling["rope_type"] in _KINDS_WITH_UNSCALED_LENGTH:
         return int(positions * scaling["factor"])
     return positions
 
@@ -172,7 +179,7 @@ def has_length_scaling(config: Any) -> bool:
     return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
 
-def llama3_divisors(config: Any) -> torch.Tensor:
+def llama3_frequency_divisors(config: Any) -> torch.Tensor:
     """Return the divisor of each rotary frequency under a transformers config's Llama 3 scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -181,7 +188,7 @@ def llama3_divisors(config: Any) -> torch.Tensor:
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
 
 
-def fix_positions(module: nn.Module, seq_len: int) -> None:
+def fix_rotary_frequencies(module: nn.Module, seq_len: int) -> None:
     """Fix every rotary embedding's frequencies to those for ``seq_len`` tokens."""
     layers: Any = module.modules()
     for rotary in layers:

@@ -2,7 +2,7 @@
 
 If C divides the number of heads, ranks exchange heads (DeepSpeed-Ulysses, arXiv:2309.14509):
 
-    a row of T tokens -> share_batch -> S = T / C tokens on each of C ranks, in order
+    a row of T tokens -> cut_batch_to_rank -> S = T / C tokens on each of C ranks, in order
     attention: the own tokens of all heads -> all-to-all -> all tokens of H / C heads
                -> the usual attention of whole rows, within the same documents
                -> all-to-all -> the own tokens of all heads
@@ -42,28 +42,28 @@ RankAttention = Callable[..., torch.Tensor]
 class RowPart:
     """Which tokens of each row the ``rank``-th of ``size`` ranks has.
 
-    One slice, or two with ``head_tail``: one as far from the start as the other is from the end.
-    With ``head_tail`` attention gathers keys, otherwise it exchanges heads.
+    One slice, or two with ``is_head_tail``: one as far from the start as the other is from the end.
+    With ``is_head_tail`` attention gathers keys, otherwise it exchanges heads.
     """
 
     rank: int = 0
     size: int = 1
-    head_tail: bool = False
+    is_head_tail: bool = False
 
     @property
     def num_slices(self) -> int:
         """How many slices a row is cut into; its tokens are padded to a multiple of that."""
-        return 2 * self.size if self.head_tail else self.size
+        return 2 * self.size if self.is_head_tail else self.size
 
     def slices(self, num_tokens: int) -> list[slice]:
         """Return the slices of this rank's tokens in a row of ``num_tokens``, ascending."""
         width = num_tokens // self.num_slices
         numbers = [self.rank]
-        if self.head_tail:
+        if self.is_head_tail:
             numbers.append(self.num_slices - 1 - self.rank)
         return [slice(number * width, (number + 1) * width) for number in numbers]
 
-    def cut(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def cut_to_rank(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of a tensor that has all tokens of the rows along ``dim``."""
         own = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
         return own[0] if len(own) == 1 else torch.cat(own, dim)
@@ -73,13 +73,13 @@ class SharedRows(Protocol):
     """How the ranks that share rows work together.
 
     ``part``: this rank's part of the rows. ``uses_eager``: attention is the family's own function,
-    with a mask. ``takes_parts``: the GPU kernel accepts parts of documents. ``ranks``: the ranks
-    whose attention is computed here.
+    with a mask. ``kernel_takes_parts``: the GPU kernel accepts parts of documents. ``ranks``: the
+    ranks whose attention is computed here.
     """
 
     part: RowPart
     uses_eager: bool
-    takes_parts: bool
+    kernel_takes_parts: bool
     ranks: Sequence[int]
 
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class SharedRows(Protocol):
         its share of the heads, or, if keys are gathered, of its own queries for all heads.
         """
 
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks; each gets the gradient of its own summand."""
 
 
@@ -111,20 +111,20 @@ class RankShare:
     """One rank's share of the rows, which communicates with the ranks that hold the rest."""
 
     def __init__(
-        self, part: RowPart, collectives: RowCollectives, takes_parts: bool = True
+        self, part: RowPart, collectives: RowCollectives, kernel_takes_parts: bool = True
     ) -> None:
         self.part, self._collectives = part, collectives
         self.ranks: Sequence[int] = (part.rank,)
-        self.uses_eager, self.takes_parts = False, takes_parts
+        self.uses_eager, self.kernel_takes_parts = False, kernel_takes_parts
 
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
-        if self.part.head_tail:
+        if self.part.is_head_tail:
             query_BHSD, *keys_BKSD = inputs_BHSD
-            return attention(self.part.rank, query_BHSD, *self._gather(keys_BKSD))
+            return attention(self.part.rank, query_BHSD, *self._gather_keys_and_values(keys_BKSD))
         return self._exchange_heads(attention, *inputs_BHSD)
 
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
         summed: torch.Tensor = _SumOfShares.apply(x, self._collectives)
         return summed
@@ -132,10 +132,10 @@ class RankShare:
     def _exchange_heads(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         num_rows, _, num_own, _ = inputs_BHSD[0].shape
         size, exchange = self.part.size, self._collectives.all_to_all
-        parts = [self._by_rank(x) for x in repeat_keys(inputs_BHSD, size)]
+        parts = [self._group_heads_by_rank(x) for x in repeat_keys(inputs_BHSD, size)]
         widths = [part.shape[2] * part.shape[3] for part in parts]
         sent_CNF = torch.cat([part.flatten(2) for part in parts], -1)
-        come_CNF: torch.Tensor = _Exchange.apply(sent_CNF, exchange)
+        come_CNF: torch.Tensor = _AllToAll.apply(sent_CNF, exchange)
         come_BTF = come_CNF.view(size, num_rows, num_own, -1).transpose(0, 1).flatten(1, 2)
         heads = [
             values.unflatten(-1, part.shape[2:]).transpose(1, 2)
@@ -143,16 +143,16 @@ class RankShare:
         ]
         out_BTHD = attention(self.part.rank, *heads)
         out_CNF = out_BTHD.reshape(num_rows, size, num_own, -1).transpose(0, 1).flatten(1, 2)
-        back_CNF: torch.Tensor = _Exchange.apply(out_CNF.contiguous(), exchange)
+        back_CNF: torch.Tensor = _AllToAll.apply(out_CNF.contiguous(), exchange)
         back = back_CNF.view(size, num_rows, num_own, *out_BTHD.shape[2:])
         return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def _by_rank(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+    def _group_heads_by_rank(self, x_BHSD: torch.Tensor) -> torch.Tensor:
         """Return heads grouped by the rank that receives them, [C, B S, H / C, D]."""
         by_rank = x_BHSD.unflatten(1, (self.part.size, -1)).permute(1, 0, 3, 2, 4)
         return by_rank.flatten(1, 2)
 
-    def _gather(self, inputs_BKSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather_keys_and_values(self, inputs_BKSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return keys and values of all tokens in order, BKTD."""
         sent_BSF = torch.cat([x.transpose(1, 2).flatten(2) for x in inputs_BKSD], -1)
         come_RSF: torch.Tensor = _Gather.apply(sent_BSF, self._collectives, self.part.size)
@@ -170,7 +170,7 @@ def join_head_tail(parts_CBSF: torch.Tensor) -> torch.Tensor:
     return torch.cat([head, tail.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Sends each of C parts to its rank; the gradients go back the same way."""
 
     @staticmethod
@@ -224,18 +224,18 @@ def repeat_keys(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Te
     If there are too few key and value heads, each is repeated; autograd adds up their gradients.
     """
     query_BHSD, *keys_BKSD = inputs_BHSD
-    copies = count_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]
+    copies = count_repeated_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]
     if copies > 1:
         keys_BKSD = [x.repeat_interleave(copies, 1) for x in keys_BKSD]
     return [query_BHSD, *keys_BKSD]
 
 
-def count_key_heads(groups: int, size: int) -> int:
+def count_repeated_key_heads(groups: int, size: int) -> int:
     """Return how many key heads ``groups`` of them become when repeated for ``size`` ranks."""
     return math.lcm(groups, size)
 
 
-class HeadsOfModule:
+class RankHeadsView:
     """A view of an attention module for a part of its heads: per-head parameters are cut."""
 
     def __init__(self, module: Any, rank: int, size: int, heads: int, groups: int) -> None:
@@ -244,9 +244,9 @@ class HeadsOfModule:
         self.num_key_value_groups = heads // groups
 
     def __getattr__(self, name: str) -> Any:
-        return self.cut(getattr(self._module, name))
+        return self.cut_to_rank(getattr(self._module, name))
 
-    def cut(self, value: Any) -> Any:
+    def cut_to_rank(self, value: Any) -> Any:
         """Return this rank's part of a parameter with one value per head; else ``value``."""
         whole = (self._size * self._heads,)
         if not isinstance(value, torch.nn.Parameter) or value.shape != whole:
@@ -257,12 +257,13 @@ class HeadsOfModule:
 # -- A rank's part of a micro-batch.
 
 
-def share_batch(batch: Batch, part: RowPart) -> Batch:
+def cut_batch_to_rank(batch: Batch, part: RowPart) -> Batch:
     """Return a batch with a rank's tokens of each row of ``batch``.
 
     Rows are padded to a multiple of the number of slices. Labels and positions are cut as they are:
     the label of a slice's last token is the first token of the next slice. ``document_lengths``,
-    ``padding`` and pairs still describe whole rows, except ``PreferencePairs.own_counts_P2``.
+    ``padding`` and pairs still describe whole rows, except
+    ``PreferencePairs.num_own_loss_tokens_P2``.
     """
     more = -batch.tokens_BT.shape[1] % part.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
@@ -276,23 +277,26 @@ def share_batch(batch: Batch, part: RowPart) -> Batch:
     for positions_T, n in zip(positions_BT, padding, strict=True):
         positions_T[num_tokens - n :] = torch.arange(n)
     slices = part.slices(num_tokens)
-    loss_tokens = _find_own_labels(batch, slices, part)
+    loss_tokens = _find_own_loss_tokens(batch, slices, part)
     return replace(
         batch,
-        tokens_BT=part.cut(F.pad(batch.tokens_BT, (0, more))).contiguous(),
-        labels_BT=part.cut(F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)).contiguous(),
-        positions_BT=part.cut(positions_BT).contiguous(),
+        tokens_BT=part.cut_to_rank(F.pad(batch.tokens_BT, (0, more))).contiguous(),
+        labels_BT=part.cut_to_rank(
+            F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)
+        ).contiguous(),
+        positions_BT=part.cut_to_rank(positions_BT).contiguous(),
         num_loss_tokens=loss_tokens.num,
         num_tokens=sum(len(range(num_tokens - n)[own]) for n in padding for own in slices),
         document_lengths=lengths,
         padding=padding,
-        pairs=batch.pairs and replace(batch.pairs, own_counts_P2=loss_tokens.counts_P2),
-        mismatched=batch.mismatched and share_batch(batch.mismatched, part),
+        pairs=batch.pairs
+        and replace(batch.pairs, num_own_loss_tokens_P2=loss_tokens.num_loss_tokens_P2),
+        mismatched=batch.mismatched and cut_batch_to_rank(batch.mismatched, part),
         weights_N=loss_tokens.weights_N,
     )
 
 
-def own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
+def count_own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
     """Return how many tokens, padding included, and how many tokens with loss a part has."""
     if part.size == 1:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
@@ -303,32 +307,34 @@ def own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _OwnLabels:
+class _OwnLossTokens:
     """How many of a batch's tokens with loss a rank has, also per answer, and their weights."""
 
     num: int
-    counts_P2: torch.Tensor | None
+    num_loss_tokens_P2: torch.Tensor | None
     weights_N: torch.Tensor | None
 
 
-def _find_own_labels(batch: Batch, slices: Sequence[slice], part: RowPart) -> _OwnLabels:
+def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowPart) -> _OwnLossTokens:
     pairs, weights_N = batch.pairs, batch.weights_N
     if isinstance(batch.labels_BT, FakeTensor):  # a trace has no values: assume an even share
         num = len(range(part.rank, batch.num_loss_tokens, part.size))
-        counts_P2 = None if pairs is None else pairs.counts_P2 // part.size
-        return _OwnLabels(num, counts_P2, None if weights_N is None else weights_N[:num])
+        num_loss_tokens_P2 = None if pairs is None else pairs.num_loss_tokens_P2 // part.size
+        return _OwnLossTokens(
+            num, num_loss_tokens_P2, None if weights_N is None else weights_N[:num]
+        )
     column_N = torch.nonzero(batch.labels_BT != IGNORED_LABEL)[:, 1]
     is_own_N = torch.zeros_like(column_N, dtype=torch.bool)
     for own in slices:
         is_own_N |= (column_N >= own.start) & (column_N < own.stop)
-    counts_P2 = None
+    num_loss_tokens_P2 = None
     if pairs is not None:
-        counts = pairs.counts_P2.flatten()
+        counts = pairs.num_loss_tokens_P2.flatten()
         answer_N = torch.repeat_interleave(torch.arange(len(counts)), counts)
         own_counts = torch.bincount(answer_N[is_own_N], minlength=len(counts))
-        counts_P2 = own_counts.view_as(pairs.counts_P2)
+        num_loss_tokens_P2 = own_counts.view_as(pairs.num_loss_tokens_P2)
     own_weights_N = None if weights_N is None else weights_N[is_own_N]
-    return _OwnLabels(int(is_own_N.sum()), counts_P2, own_weights_N)
+    return _OwnLossTokens(int(is_own_N.sum()), num_loss_tokens_P2, own_weights_N)
 
 
 def cut_documents(lengths: Sequence[Sequence[int]], part: RowPart) -> list[DocumentPart]:

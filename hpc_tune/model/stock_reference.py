@@ -1,8 +1,8 @@
 """The reference for an architecture: transformers' own losses and gradients for a small model.
 
-write_small_model     writes a small, random model of a config's architecture into a directory
-compute_stock_losses  each document's loss in transformers' model, and the gradient of their sum
-compute_reference     both, with values for which no choice of experts depends on rounding
+write_small_model         writes a small, random model of a config's architecture to a directory
+compute_stock_losses      each document's loss in transformers' model, and the gradient of their sum
+compute_reference_losses  both, with values for which no choice of experts depends on rounding
 """
 
 import importlib.metadata
@@ -18,10 +18,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.errors import DataError, first_line
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 from hpc_tune.model.experts import CORRECTION_BIASES, num_chosen_experts
-from hpc_tune.model.language import language_config, read_config, stock_class
-from hpc_tune.model.transformers_compat import keep_capped_scores, use_plain_functions_on_cpu
+from hpc_tune.model.language import auto_model_class, language_config, read_config
+from hpc_tune.model.transformers_compat import (
+    avoid_sdpa_with_capped_scores,
+    use_plain_functions_on_cpu,
+)
 from hpc_tune.packages import fast_imports
 
 # -- A model's configuration made small: the same architecture in a few million values.
@@ -36,14 +39,14 @@ from hpc_tune.packages import fast_imports
 # but that of a head.
 
 
-VOCABULARY = 512
+MAX_VOCABULARY = 512
 WINDOW = 16  # tokens that a layer sees or processes at once: fewer than a trial's documents have
-FACTORS = (64, 32, 16, 8, 4, 2, 1)
-FEWER = (1, 4)  # divisors of the number of heads: keep all of them if possible
-OTHER_FACTORS = (8, 1)  # divisors for parts that do not process text; their values are never used
-_MULTIPLE = 8  # of inner features: the experts' matmuls need rows of 16 bytes
-MIN_HEAD = 8  # values per head: partial rotary positions need an even number
-_WIDTHS = re.compile(
+WIDTH_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
+HEAD_DIVISORS = (1, 4)  # divisors of the number of heads: keep all of them if possible
+OTHER_DIVISORS = (8, 1)  # divisors for parts that do not process text; their values are never used
+_WIDTH_MULTIPLE = 8  # of inner features: the experts' matmuls need rows of 16 bytes
+MIN_HEAD_SIZE = 8  # values per head: partial rotary positions need an even number
+_WIDTH_FIELDS = re.compile(
     r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
     r"|.*_ffn_dim|.*ffn_hidden_size|n_inner|d_ff|.*head_dim|.*_head_size|kv_channels|.*_lora_rank"
     r"|.*lora_r|mamba_d_(head|ssm|state)|state_size|.*_d_head|lru_width|word_embed_proj_dim"
@@ -51,31 +54,35 @@ _WIDTHS = re.compile(
     r"|.*_hidden_size|dim_ff|expand_size|embedding_size|time_mix_.*_rank|.*_low_rank_dim"
     r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
 )
-_HEADS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|linear_num_.*_heads)$")
-_HEAD_SIZES = re.compile(r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$")
+_HEAD_COUNT_FIELDS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|linear_num_.*_heads)$")
+_HEAD_SIZE_FIELDS = re.compile(
+    r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$"
+)
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
 OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts that do not process text
-_WINDOWS = {
+_WINDOW_FIELDS = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("window_size", "chunk_size", "mamba_chunk_size"), WINDOW),
     **dict.fromkeys(("index_topk", "indexer_budget"), WINDOW),
     **{"index_block_size": WINDOW // 4, "index_topk_blocks": 2},
 }
-_LAYER_KINDS = (
+_LAYER_KIND_FIELDS = (
     *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
     *("mlp_layer_types", "mlp_layers_types"),
 )
 # The fields that say how many of the first layers have no experts.
-_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-_EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
+_NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_NUM_EXPERTS_FIELD = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
 _MIN_EXPERTS = 8  # or more: twice as many as a token chooses
 
 
-def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -> Any:
+def shrink_config(
+    config: Any, factor: int, keep_all_layers: bool = False, head_divisor: int = 1
+) -> Any:
     """Return ``config`` with few layers, widths divided by ``factor`` and a small vocabulary.
 
-    ``all_layers`` keeps the number of layers, for architectures whose layers refer to each other.
-    ``fewer`` divides the number of heads, and also all widths but that of a head.
+    ``keep_all_layers`` keeps the number of layers, for architectures whose layers refer to each
+    other. ``head_divisor`` divides the number of heads, and also all widths but that of a head.
 
     Raises:
         Exception: whatever the configuration's own class raises for inconsistent values.
@@ -83,8 +90,8 @@ def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int
     fields: dict[str, Any] = config.to_dict()
     old_layers = _first_number(fields, LAYERS)
     layers = None
-    if old_layers and not all_layers:
-        layers = min(old_layers, _enough_layers(config, fields, old_layers))
+    if old_layers and not keep_all_layers:
+        layers = min(old_layers, _count_needed_layers(config, fields, old_layers))
     for name, value in list(fields.items()):
         if isinstance(value, bool):
             continue
@@ -94,91 +101,103 @@ def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int
             fields[name] = [index for index in value if index < layers]
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = {
-                layer: {n: _shrink_field(n, v, config, factor, fewer) for n, v in own.items()}
+                layer: {
+                    n: _shrink_field(n, v, config, factor, head_divisor) for n, v in own.items()
+                }
                 for layer, own in value.items()
                 if not layers or int(layer) < layers
             }
         elif name in config.sub_configs and isinstance(value, dict):  # such as DBRX's attention
             part = getattr(config, name)
-            fields[name] = {n: _shrink_field(n, v, part, factor, fewer) for n, v in value.items()}
+            fields[name] = {
+                n: _shrink_field(n, v, part, factor, head_divisor) for n, v in value.items()
+            }
         else:
-            small_value = _shrink_field(name, value, config, factor, fewer)
+            small_value = _shrink_field(name, value, config, factor, head_divisor)
             per_layer = isinstance(value, list) and len(value) == old_layers
             fields[name] = small_value[:layers] if per_layer else small_value
     fields.pop("quantization_config", None)
     small = type(config).from_dict(fields)
     small.use_cache = False
-    _shorten_factors(small)
+    _shorten_rotary_factors(small)
     return small
 
 
-def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
+def _shrink_field(name: str, value: Any, config: Any, factor: int, head_divisor: int) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
-        if name in _WINDOWS:
-            return min(value, _WINDOWS[name])
+        if name in _WINDOW_FIELDS:
+            return min(value, _WINDOW_FIELDS[name])
         if name.startswith("vocab_size"):
-            return min(value, VOCABULARY)
-        if _EXPERTS.match(name):
-            return min(value, _enough_experts(config))
+            return min(value, MAX_VOCABULARY)
+        if _NUM_EXPERTS_FIELD.match(name):
+            return min(value, _count_needed_experts(config))
         if name == "zero_expert_num":  # LongCat's experts that compute nothing
             return min(value, _MIN_EXPERTS)
     if name.endswith(("token_id", "token_ids")):
-        return _small_token(name, value)
-    return _divide_width(name, value, factor, fewer)
+        return _shrink_token_id(name, value)
+    return _divide_width(name, value, factor, head_divisor)
 
 
 def shrink_whole_config(
-    config: Any, factor: int, all_layers: bool = False, fewer: int = 1, of_others: int = 1
+    config: Any,
+    factor: int,
+    keep_all_layers: bool = False,
+    head_divisor: int = 1,
+    other_divisor: int = 1,
 ) -> Any:
     """Return ``config`` with ``shrink_config`` of its language model, and one layer in other parts.
 
-    The widths of the other parts are divided by ``of_others``.
+    The widths of the other parts are divided by ``other_divisor``.
 
     Raises:
         Exception: as ``shrink_config`` does.
     """
     text = config.get_text_config()
     if text is config:
-        return shrink_config(config, factor, all_layers, fewer)
+        return shrink_config(config, factor, keep_all_layers, head_divisor)
     fields: dict[str, Any] = config.to_dict()
-    small = shrink_config(text, factor, all_layers, fewer)
+    small = shrink_config(text, factor, keep_all_layers, head_divisor)
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is text:
             fields[name] = small.to_dict()
         elif part is not None:
-            fields[name] = _one_layer(part.to_dict(), of_others)
+            fields[name] = _shrink_to_one_layer(part.to_dict(), other_divisor)
             for width, value in part.to_dict().items():  # its outputs to the language model
                 if "out" in width and value == text.hidden_size:
                     fields[name][width] = small.hidden_size
     for name, value in fields.items():
         if name == "vocab_size" and isinstance(value, int):
-            fields[name] = min(value, VOCABULARY)
+            fields[name] = min(value, MAX_VOCABULARY)
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            fields[name] = VOCABULARY - 1  # a token that a trial's documents do not have
+            fields[name] = MAX_VOCABULARY - 1  # a token that a trial's documents do not have
     return type(config).from_dict(fields)
 
 
-def _divide_width(name: str, value: Any, factor: int, fewer: int) -> Any:
+def _divide_width(name: str, value: Any, factor: int, head_divisor: int) -> Any:
     """Divide a width, a list of widths per layer, or a number of heads; keep all other values.
 
     A width below its divisor is kept too, and so is a number of heads that does not divide evenly
     or would leave fewer than two.
     """
     if isinstance(value, list):
-        return [_divide_width(name, width, factor, fewer) for width in value]
+        return [_divide_width(name, width, factor, head_divisor) for width in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if _HEADS.match(name):
-        return value // fewer if value % fewer == 0 and value >= 2 * fewer else value
-    factor *= 1 if _HEAD_SIZES.match(name) else fewer
-    if not _WIDTHS.match(name) or value < factor:
+    if _HEAD_COUNT_FIELDS.match(name):
+        return (
+            value // head_divisor
+            if value % head_divisor == 0 and value >= 2 * head_divisor
+            else value
+        )
+    factor *= 1 if _HEAD_SIZE_FIELDS.match(name) else head_divisor
+    if not _WIDTH_FIELDS.match(name) or value < factor:
         return value
     small = value // factor
-    return small + -small % _MULTIPLE if "intermediate" in name and factor > 1 else small
+    return small + -small % _WIDTH_MULTIPLE if "intermediate" in name and factor > 1 else small
 
 
-def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
+def _shrink_to_one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
     layers = _first_number(fields, OTHER_LAYERS)
     small: dict[str, Any] = {n: 1 for n in OTHER_LAYERS if isinstance(fields.get(n), int)}
     for name, value in fields.items():
@@ -187,8 +206,8 @@ def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
         elif name == "per_layer_config" and isinstance(value, dict):
             small[name] = {layer: own for layer, own in value.items() if int(layer) == 0}
         elif isinstance(value, dict) and "model_type" in value:  # one of two encoders
-            small[name] = _one_layer(value, factor)
-        is_width = name == "embed_dim" or _WIDTHS.match(name)
+            small[name] = _shrink_to_one_layer(value, factor)
+        is_width = name == "embed_dim" or _WIDTH_FIELDS.match(name)
         if is_width and isinstance(value, int) and value % factor == 0:
             small[name] = value // factor
     return fields | small
@@ -197,7 +216,7 @@ def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
 def list_shrink_factors(config: Any) -> list[int]:
     """Return the possible divisors for a configuration's widths, the largest first."""
     fields: dict[str, Any] = config.to_dict()
-    heads = common_value(config, "num_attention_heads")
+    heads = value_shared_by_layers(config, "num_attention_heads")
     hidden = getattr(config, "hidden_size", None)
     sizes = {name: n for name, n in fields.items() if name.endswith("head_dim") and n}
     sizes = {name: n for name, n in sizes.items() if isinstance(n, int)}
@@ -206,15 +225,15 @@ def list_shrink_factors(config: Any) -> list[int]:
     elif isinstance(heads, int) and isinstance(hidden, int) and heads:
         size = hidden // heads
     else:
-        size = hidden // 8 if isinstance(hidden, int) else MIN_HEAD
-    return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= MIN_HEAD)]
+        size = hidden // 8 if isinstance(hidden, int) else MIN_HEAD_SIZE
+    return [f for f in WIDTH_DIVISORS if f == 1 or (size % f == 0 and size // f >= MIN_HEAD_SIZE)]
 
 
-def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
+def _count_needed_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     """Return how many of the first layers include one of each kind, at least two."""
-    dense = [fields.get(name) for name in _DENSE_FIRST]
+    dense = [fields.get(name) for name in _NUM_DENSE_FIELDS]
     enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
-    for name in _LAYER_KINDS:
+    for name in _LAYER_KIND_FIELDS:
         kinds = fields.get(name, getattr(config, name, None))
         if name == "attn_layer_indices" and kinds:
             enough = max(enough, min(kinds) + 1)
@@ -225,14 +244,14 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     return enough
 
 
-def _enough_experts(config: Any) -> int:
+def _count_needed_experts(config: Any) -> int:
     """Return how many experts leave tokens a choice, as a multiple of the number of groups."""
     groups = max(getattr(config, "n_group", None) or 1, 1)
     experts = max(_MIN_EXPERTS, 2 * num_chosen_experts(config), 2 * groups)
     return experts + -experts % groups
 
 
-def _shorten_factors(small: Any) -> None:
+def _shorten_rotary_factors(small: Any) -> None:
     """Cut rotary factors and sections to the number of frequencies that narrower heads have."""
     fields = getattr(small, "rope_parameters", None) or {}
     if "mrope_section" in small.ignore_keys_at_rope_validation and fields:
@@ -246,10 +265,10 @@ def _shorten_factors(small: Any) -> None:
             if isinstance(part.get(name), list):
                 part[name] = part[name][: int(size * share) // 2]
         if sections := part.get("mrope_section"):
-            part["mrope_section"] = _shorten_sections(sections, int(size * share) // 2)
+            part["mrope_section"] = _shorten_rotary_sections(sections, int(size * share) // 2)
 
 
-def _shorten_sections(sections: list[int], half: int) -> list[int]:
+def _shorten_rotary_sections(sections: list[int], half: int) -> list[int]:
     """Return sections that sum to ``half``: for time, height and width, or with time last.
 
     Height and width stay equal if they were.
@@ -264,10 +283,10 @@ def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
     return next((fields[n] for n in names if isinstance(fields.get(n), int)), None)
 
 
-def _small_token(name: str, value: Any) -> Any:
+def _shrink_token_id(name: str, value: Any) -> Any:
     if isinstance(value, list):
-        return [_small_token(name, token) for token in value]
-    if not isinstance(value, int) or 0 <= value < VOCABULARY:
+        return [_shrink_token_id(name, token) for token in value]
+    if not isinstance(value, int) or 0 <= value < MAX_VOCABULARY:
         return value
     return 0 if name.startswith("pad") else 2
 
@@ -282,11 +301,11 @@ _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
 _TIE_SHARE = 2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
 
 
-class NotCheckable(Exception):
+class ArchitectureNotCheckable(Exception):
     """No small model of this architecture can be made or trained; the text is the reason."""
 
 
-class TopKChoices(TorchDispatchMode):
+class TopKGapRecorder(TorchDispatchMode):
     """Records the smallest gap between a score that torch.topk chose and one that it left out.
 
     ``nearest``: this gap, relative to the largest score.
@@ -326,7 +345,8 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        NotCheckable: if transformers can make none, or none of at most ``MAX_VALUES`` values.
+        ArchitectureNotCheckable: if transformers can make none, or none of at most ``MAX_VALUES``
+        values.
     """
     with fast_imports():
         from transformers.utils.logging import disable_progress_bar
@@ -335,20 +355,22 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     try:
         why, text = "", language_config(config, directory)
     except DataError as error:
-        raise NotCheckable(str(error).removeprefix(f"{directory}: ")) from None
-    others = (1,) if text is config else OTHER_FACTORS
-    for sizes in itertools.product(FEWER, (False, True), list_shrink_factors(text), others):
-        fewer, all_layers, factor, of_others = sizes
+        raise ArchitectureNotCheckable(str(error).removeprefix(f"{directory}: ")) from None
+    others = (1,) if text is config else OTHER_DIVISORS
+    for sizes in itertools.product(HEAD_DIVISORS, (False, True), list_shrink_factors(text), others):
+        head_divisor, keep_all_layers, factor, other_divisor = sizes
         try:
-            small = shrink_whole_config(config, factor, all_layers, fewer, of_others)
+            small = shrink_whole_config(
+                config, factor, keep_all_layers, head_divisor, other_divisor
+            )
             with torch.device("meta"):
-                model = stock_class(config).from_config(small, dtype=torch.float32)
+                model = auto_model_class(config).from_config(small, dtype=torch.float32)
             if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
                 why = why or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = stock_class(config).from_config(small, dtype=torch.float32)
+                model = auto_model_class(config).from_config(small, dtype=torch.float32)
                 with torch.no_grad():
                     for values in _find_saved_tensors(model):
                         values.add_(torch.randn(values.shape), alpha=_STANDARD_DEVIATION)
@@ -359,7 +381,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
             why = f"{type(error).__name__}: {first_line(error)}"
             continue
         return
-    raise NotCheckable(why)
+    raise ArchitectureNotCheckable(why)
 
 
 def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -377,18 +399,18 @@ def compute_stock_losses(
     The model is loaded by ``from_pretrained``, and computes the loss itself.
 
     Raises:
-        NotCheckable: if that fails.
+        ArchitectureNotCheckable: if that fails.
     """
     try:
         model = (
-            stock_class(read_config(directory))
+            auto_model_class(read_config(directory))
             .from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
             )
             .eval()
         )
         use_plain_functions_on_cpu(model)
-        keep_capped_scores(model)
+        avoid_sdpa_with_capped_scores(model)
         losses = []
         for tokens_T in documents:
             total = _document_loss(model, tokens_T)
@@ -396,11 +418,13 @@ def compute_stock_losses(
             losses.append(total.item())
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise NotCheckable(f"transformers' own training step fails with {why}") from None
+        raise ArchitectureNotCheckable(
+            f"transformers' own training step fails with {why}"
+        ) from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compute_reference(
+def compute_reference_losses(
     config: Any, directory: Path, documents: Sequence[torch.Tensor]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Write a small model into ``directory`` and return ``compute_stock_losses`` of it.
@@ -409,11 +433,11 @@ def compute_reference(
     and changes the loss, though nothing is wrong: then new values are drawn.
 
     Raises:
-        NotCheckable: as both do.
+        ArchitectureNotCheckable: as both do.
     """
     for seed in range(_MAX_DRAWS):
         write_small_model(config, directory, seed)
-        with TopKChoices() as choices:
+        with TopKGapRecorder() as choices:
             found = compute_stock_losses(directory, documents)
         if not choices.is_tied:
             break

@@ -189,7 +189,7 @@ class PlainTensor(TensorSource):
             if local.dim() == 0:
                 local.copy_(handle.get_tensor(piece.stored_name))
                 return 1
-            for rows in _cut_into_rows(found):
+            for rows in _cut_into_row_pieces(found):
                 part = local[rows.slices(wanted.offset)]
                 reserve(2 * part.nbytes)  # pages of ``local`` first touched here, and the file's
                 part.copy_(stored[rows.slices(piece.box.offset)])
@@ -213,7 +213,7 @@ def why_not_opened(file: Path) -> str | None:
         return f"{file} cannot be read: {error.strerror}{find_remedy(error)}"
 
 
-def _cut_into_rows(box: Box) -> Iterator[Box]:
+def _cut_into_row_pieces(box: Box) -> Iterator[Box]:
     """Cut a box into pieces of as many rows as fit ``PIECE_BYTES`` in fp32, at least one."""
     (first, *offset), (num, *shape) = box.offset, box.shape
     rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
@@ -264,11 +264,11 @@ class ScaledTensor(TensorSource):
 
 BLOCK_VALUES, BLOCK_BYTES = 32, 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127
+_EXPONENT_BIAS = 127
 # The values of each byte, 256 x 2.
-_PAIRS = torch.cartesian_prod(*[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2).flip(
-    1
-)
+_BYTE_VALUES = torch.cartesian_prod(
+    *[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2
+).flip(1)
 
 
 @dataclass(frozen=True)
@@ -280,25 +280,25 @@ class Mxfp4Stack(TensorSource):
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
         """See ``TensorSource``."""
-        for part in _cut_into_experts(Box(offset, tuple(local.shape))):
+        for part in _cut_into_expert_pieces(Box(offset, tuple(local.shape))):
             into = local[part.slices(offset)]
             reserve(into.nbytes + PIECE_BYTES)
-            into.copy_(self._dequantise(part))
+            into.copy_(self._dequantize(part))
 
-    def _dequantise(self, part: Box) -> torch.Tensor:
+    def _dequantize(self, part: Box) -> torch.Tensor:
         """Return a box of one expert in fp32."""
         (expert, column, row), (_, columns, rows) = part.offset, part.shape
         first, last = column // BLOCK_VALUES, -(-(column + columns) // BLOCK_VALUES)
         offset, shape = (expert, row, first), (1, rows, last - first)
         scales_ROG = self.scales.read(Box(offset, shape))
         blocks = self.blocks.read(Box((*offset, 0), (*shape, BLOCK_BYTES)))
-        pairs = _PAIRS.index_select(0, blocks.flatten().int())
-        powers = torch.pow(2.0, scales_ROG.int() - _BIAS)
+        pairs = _BYTE_VALUES.index_select(0, blocks.flatten().int())
+        powers = torch.pow(2.0, scales_ROG.int() - _EXPONENT_BIAS)
         values_EOI = (pairs.view(*shape, BLOCK_VALUES) * powers.unsqueeze(-1)).flatten(2)
         return values_EOI[..., column - first * BLOCK_VALUES :][..., :columns].transpose(1, 2)
 
 
-def _cut_into_experts(wanted: Box) -> Iterator[Box]:
+def _cut_into_expert_pieces(wanted: Box) -> Iterator[Box]:
     """Cut a region of a stack into rows of one expert that take ``PIECE_BYTES`` to read."""
     (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
     rows = max(1, PIECE_BYTES // (12 * (columns + 2 * BLOCK_VALUES)))
@@ -519,22 +519,24 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
 def _apply_transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
     """Transpose: swap two axes; with ``check_dims`` only if the shape is not yet ``wanted``."""
 
-    def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def swap_axes(values: tuple[Any, ...]) -> tuple[Any, ...]:
         out = list(values)
         first, second = operation.dim0, operation.dim1
         out[first], out[second] = out[second], out[first]
         return tuple(out)
 
-    def turned(one: JoinedTensor) -> JoinedTensor:
+    def transpose_tensor(one: JoinedTensor) -> JoinedTensor:
         if operation.check_dims and one.shape == wanted:
             return one
         parts = (
-            StoredPart(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
+            StoredPart(
+                p.stored, Box(swap_axes(p.box.offset), swap_axes(p.box.shape)), swap_axes(p.axes)
+            )
             for p in one.parts
         )
-        return JoinedTensor.from_parts(swapped(one.shape), parts)
+        return JoinedTensor.from_parts(swap_axes(one.shape), parts)
 
-    return [[turned(one) for one in group] for group in groups]
+    return [[transpose_tensor(one) for one in group] for group in groups]
 
 
 _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {

@@ -44,7 +44,7 @@ def tiled_attention(
     value_BKTD: torch.Tensor,
     spans: Sequence[Span],
     scale: float | None,
-    earlier: Sequence[int] = (),
+    num_earlier_keys: Sequence[int] = (),
 ) -> torch.Tensor:
     """Return the attention of each document as BTHD rows.
 
@@ -52,13 +52,14 @@ def tiled_attention(
     they cover all tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute recognizes the
     result by the operator's name and keeps it.
 
-    ``earlier``: if queries are only the last part of each document, how many keys precede it. The
-    queries are then one row and the keys another, with the documents' keys one after the other.
+    ``num_earlier_keys``: if queries are only the last part of each document, how many keys precede
+    it. The queries are then one row and the keys another, with the documents' keys one after the
+    other.
     """
-    flat = [number for span in spans for number in span]
+    flat_spans = [number for span in spans for number in span]
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
     out_BTHD: torch.Tensor = _TiledAttention.apply(
-        *(query_BHTD, key_BKTD, value_BKTD, flat, scale, list(earlier))
+        *(query_BHTD, key_BKTD, value_BKTD, flat_spans, scale, list(num_earlier_keys))
     )
     return out_BTHD
 
@@ -90,30 +91,31 @@ class _DocumentGroup:
 
     ``tokens`` are their places in the flattened rows. ``is_padding`` marks the places in the group
     (M L) that are padding: copies of a document's last token, which its tokens do not see. Each
-    document has ``earlier`` keys before its queries; ``keys`` are the places of all of its keys.
+    document has ``num_earlier_keys`` keys before its queries; ``keys`` are the places of all of its
+    keys.
     """
 
     num_documents: int
     length: int
     tokens: torch.Tensor | None = None
     is_padding: torch.Tensor | None = None
-    earlier: int = 0
+    num_earlier_keys: int = 0
     keys: torch.Tensor | None = None
 
     @property
     def num_keys(self) -> int:
         """How many keys a document has, padding included."""
-        return self.earlier + self.length
+        return self.num_earlier_keys + self.length
 
     def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Rearrange a tensor with a value per query into documents: (M K, L G, D)."""
-        return self._gather(tensor_BHTD, self.tokens, self.length, num_groups)
+        return self._to_documents(tensor_BHTD, self.tokens, self.length, num_groups)
 
     def as_keys(self, tensor_BKTD: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Rearrange keys or values into documents: (M K, earlier + L, D)."""
-        return self._gather(tensor_BKTD, self.keys, self.num_keys, num_groups)
+        """Rearrange keys or values into documents: (M K, num_earlier_keys + L, D)."""
+        return self._to_documents(tensor_BKTD, self.keys, self.num_keys, num_groups)
 
-    def _gather(
+    def _to_documents(
         self, x_BHTD: torch.Tensor, places: torch.Tensor | None, length: int, num_groups: int
     ) -> torch.Tensor:
         x = x_BHTD.transpose(1, 2)
@@ -123,13 +125,13 @@ class _DocumentGroup:
 
     def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Rearrange the layout of ``as_documents`` into (M L, H, D)."""
-        return self._scatter(tensor, self.length, num_groups)
+        return self._from_documents(tensor, self.length, num_groups)
 
     def as_key_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Rearrange the layout of ``as_keys`` into (M (earlier + L), K, D)."""
-        return self._scatter(tensor, self.num_keys, num_groups)
+        """Rearrange the layout of ``as_keys`` into (M (num_earlier_keys + L), K, D)."""
+        return self._from_documents(tensor, self.num_keys, num_groups)
 
-    def _scatter(self, tensor: torch.Tensor, length: int, num_groups: int) -> torch.Tensor:
+    def _from_documents(self, tensor: torch.Tensor, length: int, num_groups: int) -> torch.Tensor:
         shape = self.num_documents, num_groups, length, -1, tensor.shape[-1]
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
@@ -151,7 +153,7 @@ class _Tiling:
     ) -> None:
         """Write each group's result to BTHD rows."""
         tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
-        _write_places(tokens, self.token_places, out_BTHD)
+        _write_tokens(tokens, self.token_places, out_BTHD)
 
     def write_keys(
         self, parts: Sequence[torch.Tensor], num_groups: int, out_BTKD: torch.Tensor
@@ -159,10 +161,10 @@ class _Tiling:
         """Write each group's result for its keys to BTKD rows."""
         groups = zip(self.groups, parts, strict=True)
         tokens = [group.as_key_tokens(part, num_groups) for group, part in groups]
-        _write_places(tokens, self.key_places, out_BTKD)
+        _write_tokens(tokens, self.key_places, out_BTKD)
 
 
-def _write_places(
+def _write_tokens(
     tokens: list[torch.Tensor], places: torch.Tensor | None, out_BTHD: torch.Tensor
 ) -> None:
     joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
@@ -175,11 +177,15 @@ def _write_places(
 
 @lru_cache(maxsize=8)
 def _make_tiling(
-    flat: tuple[int, ...], earlier: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int
+    flat_spans: tuple[int, ...],
+    num_earlier_keys: tuple[int, ...],
+    num_rows: int,
+    num_tokens: int,
+    num_heads: int,
 ) -> _Tiling:
-    spans = zip(*(flat[n::4] for n in range(4)), strict=True)
+    spans = zip(*(flat_spans[n::4] for n in range(4)), strict=True)
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
-    before = earlier or (0,) * len(documents)
+    before = num_earlier_keys or (0,) * len(documents)
     longest = max(e + b - a for e, (_, a, b) in zip(before, documents, strict=True))
     tile = TILE if longest <= LONG_TOKENS else LONG_TILE
     is_whole = num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents)
@@ -198,12 +204,12 @@ def _make_tiling(
             starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
             tokens, is_padding = _pad_places(starts, lengths, length)
             keys, is_key_padding = tokens, is_padding
-            if earlier:
+            if num_earlier_keys:
                 keys, is_key_padding = _pad_places(key_starts, e + lengths, e + length)
             groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
             key_padding.append(is_key_padding)
     places = _find_places([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
-    if not earlier:
+    if not num_earlier_keys:
         return _Tiling(groups, places, places, tile)
     of_keys = zip((g.keys for g in groups), key_padding, strict=True)
     return _Tiling(groups, places, _find_places(list(of_keys), keys_start), tile)
@@ -233,7 +239,7 @@ def _tiled_forward(
     value_BKTD: torch.Tensor,
     spans: Sequence[int],
     scale: float,
-    earlier: Sequence[int],
+    num_earlier_keys: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention as BTHD rows, and the value subtracted from each query's scores (BTH1).
 
@@ -243,7 +249,7 @@ def _tiled_forward(
     """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
-    tiling = _make_tiling(tuple(spans), tuple(earlier), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), tuple(num_earlier_keys), num_rows, num_tokens, num_heads)
     out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
     has_shifts = int(query_BHTD.dtype.itemsize == 2)
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
@@ -257,7 +263,7 @@ def _tiled_forward(
         for start, stop, part in _cut_tiles(group, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
             if has_shifts:
-                _write_largest(tile, keys, start, scale, shift[:, part], buffers)
+                _write_largest_scores(tile, keys, start, scale, shift[:, part], buffers)
             probabilities = _probabilities(tile, keys, start, scale, shift[:, part], buffers)
             torch.bmm(probabilities, value[:, :stop], out=out[:, part])
         outs.append(out)
@@ -274,12 +280,12 @@ def _tiled_backward(
     shifts_BTH1: torch.Tensor,
     spans: Sequence[int],
     scale: float,
-    earlier: Sequence[int],
+    num_earlier_keys: Sequence[int],
 ) -> list[torch.Tensor]:
     """Return the gradients of queries, keys and values."""
     num_rows, num_heads, num_tokens, _ = inputs[0].shape
     num_groups = inputs[1].shape[1]
-    tiling = _make_tiling(tuple(spans), tuple(earlier), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), tuple(num_earlier_keys), num_rows, num_tokens, num_heads)
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
     buffers = _make_buffers(inputs[0], tiling, num_groups, (1, 1, 1))
@@ -322,7 +328,7 @@ def _cut_tiles(
     group: _DocumentGroup, tile: int, heads_per_group: int
 ) -> list[tuple[int, int, slice]]:
     """Return each tile's first and end key of its own tokens, and its rows: G heads per token."""
-    length, before, heads = group.length, group.earlier, heads_per_group
+    length, before, heads = group.length, group.num_earlier_keys, heads_per_group
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
     return [(before + a, before + b, slice(a * heads, b * heads)) for a, b in ends]
 
@@ -350,7 +356,7 @@ def _bmm(one: torch.Tensor, other: torch.Tensor, buffer: torch.Tensor) -> torch.
     return torch.bmm(one, other, out=out)
 
 
-def _write_largest(
+def _write_largest_scores(
     query: torch.Tensor,
     keys: torch.Tensor,
     start: int,
@@ -360,7 +366,7 @@ def _write_largest(
 ) -> None:
     """Write each query's largest score, approximately."""
     scores = _bmm(query, keys.transpose(1, 2), buffers[0])
-    _mask_later(scores, start)
+    _mask_later_keys(scores, start)
     # A maximum takes half as long in fp32.
     wide = _view(buffers[1].view(torch.float32), *scores.shape)
     out.copy_(wide.copy_(scores).amax(-1, keepdim=True).mul_(scale))
@@ -384,7 +390,7 @@ def _probabilities(
         scores.copy_((-shift).expand_as(scores))
     else:
         scores.zero_()
-    _mask_later(scores, start)
+    _mask_later_keys(scores, start)
     _matmul(query, keys.transpose(1, 2), scores, scale, 1.0)
     torch.ops.aten._softmax.out(scores, -1, False, out=probabilities)
     return probabilities
@@ -397,13 +403,13 @@ def _matmul(
     torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
 
 
-def _mask_later(scores: torch.Tensor, start: int) -> None:
+def _mask_later_keys(scores: torch.Tensor, start: int) -> None:
     """Set the scores of keys that come after a query to minus infinity, in place."""
     num_keys = scores.shape[2] - start
-    scores[..., start:] += _later_mask(num_keys, scores.shape[1] // num_keys, scores.dtype)
+    scores[..., start:] += _causal_bias(num_keys, scores.shape[1] // num_keys, scores.dtype)
 
 
 @lru_cache(maxsize=32)
-def _later_mask(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
+def _causal_bias(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
     hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
     return hidden.to(dtype).repeat_interleave(heads_per_group, 0)

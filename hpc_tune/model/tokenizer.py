@@ -18,21 +18,21 @@ from hpc_tune.config.data import (
     template_file,
 )
 from hpc_tune.errors import DataError, first_line, require_utf8
-from hpc_tune.files import read_json_object, why_pointer
+from hpc_tune.files import read_json_object, why_pointer_file
 from hpc_tune.log import log
-from hpc_tune.model.language import refuse_code, require_directory
+from hpc_tune.model.language import refuse_remote_code, require_model_directory
 
 # -- Whether transformers tokenizes as tokenizer.json says, and what is used instead if not.
 #
 # Some classes of transformers 5 take only the vocabulary and merges from tokenizer.json and use
 # their own normalizer and pre-tokenizer: a model then gets other tokens than it was trained with.
-# ``PreTrainedTokenizerFast`` reads the whole file. Both are compared on ``PROBES``, on pieces of
-# the vocabulary and on special tokens in text; where they differ, the file is right.
+# ``PreTrainedTokenizerFast`` reads the whole file. Both are compared on ``PROBE_TEXTS``, on pieces
+# of the vocabulary and on special tokens in text; where they differ, the file is right.
 
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 WHOLE_FILE_CLASS = "PreTrainedTokenizerFast"  # transformers 5 calls it TokenizersBackend
-PROBES = (
+PROBE_TEXTS = (
     "In  2023 there were 650841823 people in 12 cities; 3.14159, 1,000,000 and 0x7f.",
     "\n  It's what we'LL see:\r\n\r\n\tthe   end...  ",
     "def f(x_1, *, y=None):\n        return {'a': [x_1 ** 2, y // 3]}  # camelCase\n\n\n    pass\n",
@@ -49,7 +49,7 @@ _MAX_SHOWN = 12
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
-def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
+def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
     """Return ``tokenizer`` if it tokenizes as its tokenizer.json says, else one that does.
 
     Differences are logged. Without tokenizer.json there is nothing to compare with.
@@ -57,9 +57,9 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         return tokenizer
-    by_file = _EncodedTexts.encode_file(file)
-    made = by_file.difference(tokenizer.backend_tokenizer)
-    if made is None and by_file.ends == _find_added_ends(tokenizer.backend_tokenizer):
+    by_file = _EncodedTexts.encode_probes_with_file(file)
+    made = by_file.describe_difference(tokenizer.backend_tokenizer)
+    if made is None and by_file.ends == _find_surrounding_ids(tokenizer.backend_tokenizer):
         return tokenizer
     if not has_own_class(tokenizer):
         if made is not None:
@@ -70,7 +70,7 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
                 made,
             )
         return tokenizer
-    whole = read_whole_file(directory)
+    whole = load_tokenizer_from_json(directory)
     found = _compare_texts(tokenizer, whole, by_file.texts)
     if found is None:
         return tokenizer
@@ -82,7 +82,7 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
         found,
         WHOLE_FILE_CLASS,
     )
-    _keep_roles(whole, tokenizer)
+    _copy_special_tokens(whole, tokenizer)
     return whole
 
 
@@ -93,7 +93,7 @@ def has_own_class(tokenizer: Any) -> bool:
     return type(tokenizer) is not PreTrainedTokenizerFast
 
 
-def read_whole_file(directory: Path) -> Any:
+def load_tokenizer_from_json(directory: Path) -> Any:
     """Return a directory's tokenizer exactly as tokenizer.json and tokenizer_config.json say."""
     from transformers import PreTrainedTokenizerFast
 
@@ -102,22 +102,22 @@ def read_whole_file(directory: Path) -> Any:
     )
 
 
-def name_whole_file_class(tokenizer: Any, out: Path) -> None:
+def fix_exported_tokenizer_class(tokenizer: Any, out: Path) -> None:
     """Make transformers tokenize by the files in ``out`` just as ``tokenizer`` does.
 
     ``tokenizer`` is the one that the run trained with. tokenizer_config.json is rewritten only if
     the class that transformers takes by it makes other tokens.
     """
     file = out / TOKENIZER_CONFIG
-    texts = _make_probes(tokenizer.backend_tokenizer)
-    if _compare_loaded(out, tokenizer, texts) is None:
+    texts = _make_probe_texts(tokenizer.backend_tokenizer)
+    if _compare_auto_tokenizer(out, tokenizer, texts) is None:
         return
     settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": WHOLE_FILE_CLASS}
     for role in _TOKEN_ROLES:
         if (text := getattr(tokenizer, role, None)) and not settings.get(role):
             settings[role] = str(text)
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-    if found := _compare_loaded(out, tokenizer, texts):
+    if found := _compare_auto_tokenizer(out, tokenizer, texts):
         log.warning(
             "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
             "read it, whatever tokenizer_class says: %s. Load it with %s.from_pretrained",
@@ -139,7 +139,7 @@ def may_have_own_class(directory: Path) -> bool:
     return not is_whole or (directory / "config.json").is_file()
 
 
-def _compare_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
+def _compare_auto_tokenizer(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
     """Return how AutoTokenizer's tokenizer of a directory differs from ``tokenizer``, or None."""
     from transformers import AutoTokenizer
 
@@ -162,12 +162,12 @@ class _EncodedTexts:
     names: Callable[[Sequence[int]], str]
 
     @classmethod
-    def encode_file(cls, file: Path) -> "_EncodedTexts":
+    def encode_probes_with_file(cls, file: Path) -> "_EncodedTexts":
         """Encode texts that show how a tokenizer.json splits text."""
         from tokenizers import Tokenizer
 
         raw = Tokenizer.from_file(str(file))
-        return cls.encode_texts(raw, _make_probes(raw))
+        return cls.encode_texts(raw, _make_probe_texts(raw))
 
     @classmethod
     def encode_texts(cls, backend: Any, texts: list[str]) -> "_EncodedTexts":
@@ -185,9 +185,9 @@ class _EncodedTexts:
             shown = [tokens[number] for number in row[:_MAX_SHOWN]]
             return f"[{' '.join(shown)}{' ...' if len(row) > _MAX_SHOWN else ''}]"
 
-        return cls(texts, ids, _find_added_ends(backend), names)
+        return cls(texts, ids, _find_surrounding_ids(backend), names)
 
-    def difference(self, backend: Any) -> str | None:
+    def describe_difference(self, backend: Any) -> str | None:
         """Return where another backend's tokens differ from these, or None if they do not."""
         other = _EncodedTexts.encode_texts(backend, self.texts)
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
@@ -198,7 +198,7 @@ class _EncodedTexts:
         return None
 
 
-def _find_added_ends(backend: Any) -> list[int]:
+def _find_surrounding_ids(backend: Any) -> list[int]:
     ids: list[int] = backend.encode("", add_special_tokens=True).ids
     return ids
 
@@ -206,25 +206,25 @@ def _find_added_ends(backend: Any) -> list[int]:
 def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer differs from the one that reads the whole file, or None."""
     one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
-    if (first := _find_added_ends(one)) != (second := _find_added_ends(two)):
+    if (first := _find_surrounding_ids(one)) != (second := _find_surrounding_ids(two)):
         names = [
             [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
         ]
         return f"around a text it has {names[0]} where the file has {names[1]}"
-    return _EncodedTexts.encode_texts(two, texts).difference(one)
+    return _EncodedTexts.encode_texts(two, texts).describe_difference(one)
 
 
-def _make_probes(raw: Any) -> list[str]:
+def _make_probe_texts(raw: Any) -> list[str]:
     """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
     size, added = raw.get_vocab_size(), raw.get_added_tokens_decoder()
     pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))]
     rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
     rows += [" ".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
     controls = [token.content for token in added.values()][:_NUM_SPECIAL_TOKENS]
-    return [*PROBES, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
+    return [*PROBE_TEXTS, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
 
 
-def _keep_roles(whole: Any, tokenizer: Any) -> None:
+def _copy_special_tokens(whole: Any, tokenizer: Any) -> None:
     """Copy the special tokens that a class sets by itself, if they are in the file's vocabulary."""
     vocabulary = whole.get_vocab()
     for role in _TOKEN_ROLES:
@@ -248,8 +248,10 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
     if is_template_path(chat_template):
         return
     template = NAMED_TEMPLATES[chat_template]
-    if not _has_end(template, tokenizer):
-        fitting = [name for name, other in NAMED_TEMPLATES.items() if _has_all(other, tokenizer)]
+    if not _has_end_token(template, tokenizer):
+        fitting = [
+            name for name, other in NAMED_TEMPLATES.items() if _has_all_tokens(other, tokenizer)
+        ]
         end = template.end or "the end token (eos_token)"
         lacks = f"{end} is no token of" if template.end else "there is none in"
         others = f"one whose tokens it has: {', '.join(fitting)}; or to " if fitting else ""
@@ -271,13 +273,13 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
         )
 
 
-def _has_all(template: NamedTemplate, tokenizer: Any) -> bool:
-    return _has_end(template, tokenizer) and all(
+def _has_all_tokens(template: NamedTemplate, tokenizer: Any) -> bool:
+    return _has_end_token(template, tokenizer) and all(
         _is_token(text, tokenizer) for text in template.controls
     )
 
 
-def _has_end(template: NamedTemplate, tokenizer: Any) -> bool:
+def _has_end_token(template: NamedTemplate, tokenizer: Any) -> bool:
     end = template.end or tokenizer.eos_token
     return end is not None and _is_token(end, tokenizer)
 
@@ -342,10 +344,12 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             read.
         ConfigError: if the directory's name is not valid UTF-8.
     """
-    require_directory(directory)
+    require_model_directory(directory)
     require_utf8(str(directory))  # the tokenizers library needs it
     for file in sorted(directory.iterdir()):
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and (pointer := why_pointer(file)):
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and (
+            pointer := why_pointer_file(file)
+        ):
             raise DataError(pointer)
     from transformers import AutoTokenizer
 
@@ -354,11 +358,11 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever transformers and tokenizers raise for odd files
-        refuse_code(directory, "tokenizer_config.json", error)
+        refuse_remote_code(directory, "tokenizer_config.json", error)
         tokenizer = _load_without_class(directory, error)
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
-    tokenizer = match_tokenizer_file(tokenizer, directory)
+    tokenizer = ensure_tokenizer_matches_file(tokenizer, directory)
     _require_vocabulary(directory, tokenizer)
     _set_end_token(tokenizer, directory)
     _require_embeddings(directory, tokenizer)
@@ -375,7 +379,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 def _read_template(chat_template: str) -> str:
     """Read the text of data.chat_template, a path or a known name; DataError if unreadable."""
     file = template_file(chat_template)
-    if pointer := why_pointer(file):
+    if pointer := why_pointer_file(file):
         raise DataError(pointer)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -391,7 +395,7 @@ def _load_without_class(directory: Path, error: Exception) -> Any:
     try:
         if not (directory / TOKENIZER_FILE).is_file():
             raise error
-        tokenizer = read_whole_file(directory)
+        tokenizer = load_tokenizer_from_json(directory)
     except Exception:  # whatever they raise, as above
         files = sorted(file.name for file in directory.glob("*token*"))
         raise DataError(
@@ -477,7 +481,7 @@ def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
         )
 
 
-def embedding_rows(directory: Path) -> int | None:
+def read_num_embeddings(directory: Path) -> int | None:
     """Return how many embeddings a model has according to its config.json; None if not stated."""
     config = read_json_object(directory / "config.json")  # if damaged, building the model fails
     text = config.get("text_config") or config
@@ -491,7 +495,7 @@ def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     Tokens for images and sound, which are rare in text, are accepted: Gemma 3's small models have
     one. Prepared data that contains such a token is refused when it is opened.
     """
-    rows = embedding_rows(directory)
+    rows = read_num_embeddings(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
     tokens = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
     media = {str(tokens[name]) for name in names if tokens.get(name)}

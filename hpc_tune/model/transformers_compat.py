@@ -23,17 +23,17 @@ from torch._subclasses import FakeTensor
 
 from hpc_tune.packages import parse_release
 
-_CAPS_OR_SDPA = (5, 21)
+_FIRST_WITHOUT_CAPPED_SDPA = (5, 21)
 
 
-def keep_capped_scores(model: Any) -> None:
+def avoid_sdpa_with_capped_scores(model: Any) -> None:
     """Keep a model that caps attention scores from using SDPA, which ignores the cap."""
     from transformers import __version__ as version  # imported already: the model comes from it
 
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if (
         cap
-        and parse_release(version) < _CAPS_OR_SDPA
+        and parse_release(version) < _FIRST_WITHOUT_CAPPED_SDPA
         and model.config._attn_implementation == "sdpa"
     ):
         model.set_attn_implementation("eager")
@@ -67,14 +67,14 @@ def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     known = inspect.signature(own).parameters
 
     @functools.wraps(own)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def call_by_device(*args: Any, **kwargs: Any) -> Any:
         # Only the packages can separate documents that share a row; transformers refuses them.
         keeps_apart = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
         if keeps_apart or _is_on_gpu((*args, *kwargs.values())):
             return function(*args, **kwargs)
         return own(*args, **{name: value for name, value in kwargs.items() if name in known})
 
-    return chosen
+    return call_by_device
 
 
 def _is_on_gpu(values: Iterable[Any]) -> bool:

@@ -25,7 +25,7 @@ from hpc_tune import torch_versions
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 from hpc_tune.packages import is_installed
-from hpc_tune.world.device import NEWER_ATTENTION, find_architecture
+from hpc_tune.world.device import FLASH_ATTENTION_PACKAGES, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VALUES, HEAD_MULTIPLE = 256, 8  # values per head: torch pads others only for its own attention
@@ -42,57 +42,57 @@ class DocumentStarts:
     """Where the documents of a micro-batch begin in its rows, laid end to end.
 
     ``starts_N`` are int32 on the device, followed by the end of the last document. Each row begins
-    with a new document. ``longest`` is the length of the longest document. ``windows``: the kernel
-    supports sliding windows too.
+    with a new document. ``longest`` is the length of the longest document. ``supports_windows``:
+    the kernel supports sliding windows too.
     """
 
     starts_N: torch.Tensor
     num_rows: int
     num_tokens: int
     longest: int
-    windows: bool = True
+    supports_windows: bool = True
 
     @property
     def is_packed(self) -> bool:
         """Whether any row has several documents."""
         return self.starts_N.shape[0] - 1 > self.num_rows
 
-    def documents_BT(self) -> torch.Tensor:
+    def document_ids_BT(self) -> torch.Tensor:
         """Return the index of each token's document."""
         ends_N, num_places = self.starts_N[1:], self.num_rows * self.num_tokens
         places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
         return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
-    def lengths_BT(self) -> torch.Tensor:
+    def document_lengths_BT(self) -> torch.Tensor:
         """Return for each token the length of its document."""
-        return self.starts_N.diff()[self.documents_BT()]
+        return self.starts_N.diff()[self.document_ids_BT()]
 
     def mask_B1TT(self, window: int | None = None) -> torch.Tensor:
         """Return a mask, true where a token may attend: to ``window`` tokens, or to all."""
-        documents_BT = self.documents_BT()
-        same_BTT = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)).tril()
+        document_ids_BT = self.document_ids_BT()
+        same_BTT = (document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)).tril()
         return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
     def mask_B1ST(self, places_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """Return the rows of ``mask_B1TT`` for the tokens at these places."""
-        documents_BT = self.documents_BT()
+        document_ids_BT = self.document_ids_BT()
         apart_ST = places_S.unsqueeze(1) - torch.arange(self.num_tokens, device=places_S.device)
         seen_ST = (apart_ST >= 0) & (apart_ST < (window or self.num_tokens))
-        same_BST = documents_BT[:, places_S].unsqueeze(2) == documents_BT.unsqueeze(1)
+        same_BST = document_ids_BT[:, places_S].unsqueeze(2) == document_ids_BT.unsqueeze(1)
         return (same_BST & seen_ST).unsqueeze(1)
 
 
-def make_starts(
-    lengths: Sequence[Sequence[int]], device: torch.device, windows: bool = True
+def make_document_starts(
+    lengths: Sequence[Sequence[int]], device: torch.device, supports_windows: bool = True
 ) -> DocumentStarts:
     """Return where documents begin, from each row's document lengths; rows are equally long."""
     [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
     flat = [length for row_lengths in lengths for length in row_lengths]
-    starts_N = _to_starts(flat, device)
-    return DocumentStarts(starts_N, len(lengths), num_tokens, max(flat), windows)
+    starts_N = _lengths_to_starts(flat, device)
+    return DocumentStarts(starts_N, len(lengths), num_tokens, max(flat), supports_windows)
 
 
-def _to_starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _lengths_to_starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     starts_N = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     if device.type == "cuda":
         starts_N = starts_N.pin_memory().to(device, non_blocking=True)
@@ -121,7 +121,7 @@ class DocumentParts:
         """Return the parts for a kernel on ``device``, without waiting for it."""
         queries = [stop - first for _, _, first, stop in parts]
         keys = [stop - start for _, start, _, stop in parts]
-        return cls(parts, _to_starts(queries, device), _to_starts(keys, device))
+        return cls(parts, _lengths_to_starts(queries, device), _lengths_to_starts(keys, device))
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class DocumentParts:
         return max(queries), max(stop - start for _, start, _, stop in self.parts)
 
     @functools.cached_property
-    def earlier(self) -> list[int]:
+    def num_earlier_keys(self) -> list[int]:
         """How many keys of each part come before its first query."""
         return [first - start for _, start, first, _ in self.parts]
 
@@ -259,18 +259,20 @@ def varlen_kernel_fault(
     device: torch.device,
     dtype: torch.dtype,
     values: int,
-    groups: int,
+    heads_per_group: int,
     window: int | None = None,
-    of_parts: bool = False,
+    queries_are_partial: bool = False,
 ) -> str:
     """Return, and log, why the kernel must not be used for such heads here; "" if it may be used.
 
-    ``window``: the size of a sliding window, if there is one; ``of_parts``: queries are only the
-    last tokens of documents.
+    ``window``: the size of a sliding window, if there is one; ``queries_are_partial``: queries are
+    only the last tokens of documents.
     """
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
-        gaps = compare_with_mask(device, dtype, values, groups, window, of_parts)
+        gaps = compare_kernel_with_mask(
+            device, dtype, values, heads_per_group, window, queries_are_partial
+        )
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or its interface changed
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
@@ -282,59 +284,69 @@ def varlen_kernel_fault(
         why += f"{most:.1e}"
     if window is not None:
         why = f"sliding windows: {why}"
-    if of_parts:
+    if queries_are_partial:
         why = f"the last tokens of documents: {why}"
     log.warning("packed rows keep a T x T mask: %s", why)
     return why
 
 
-def compare_with_mask(
+def compare_kernel_with_mask(
     device: torch.device,
     dtype: torch.dtype,
     values: int,
-    groups: int,
+    heads_per_group: int,
     window: int | None = None,
-    of_parts: bool = False,
+    queries_are_partial: bool = False,
 ) -> dict[str, float]:
     """Return the kernel's error relative to masked attention in fp64, as shares of the norms.
 
-    ``groups`` query heads share one key head, and each token attends to ``window`` tokens or to
-    all. The result and the gradients of queries, keys and values are compared on random rows of
-    packed documents. ``of_parts``: the queries are the second half of each row.
+    ``heads_per_group`` query heads share one key head, and each token attends to ``window`` tokens
+    or to all. The result and the gradients of queries, keys and values are compared on random rows
+    of packed documents. ``queries_are_partial``: the queries are the second half of each row.
     """
-    starts, generator = make_starts(CHECKED_LENGTHS, device), torch.Generator().manual_seed(0)
+    starts = make_document_starts(CHECKED_LENGTHS, device)
+    generator = torch.Generator().manual_seed(0)
     rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
-    first = tokens // 2 if of_parts else 0
+    first = tokens // 2 if queries_are_partial else 0
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def draw_values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    inputs = [drawn(rows, heads, tokens, values) for heads in (2 * groups, 2, 2)]
+    inputs = [draw_values(rows, heads, tokens, values) for heads in (2 * heads_per_group, 2, 2)]
     inputs[0] = inputs[0][:, :, first:]
-    grad_BTHD = drawn(rows, tokens, 2 * groups, values)[:, first:]
+    grad_BTHD = draw_values(rows, tokens, 2 * heads_per_group, values)[:, first:]
 
-    def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    def attend_with_mask(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        key, value = (tensor.repeat_interleave(heads_per_group, 1) for tensor in (key, value))
         mask = starts.mask_B1TT(window)[:, :, first:]
         out_BHTD = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         return out_BHTD.transpose(1, 2)
 
-    def by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if not of_parts:
+    def attend_with_kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if not queries_are_partial:
             return attend(query, key, value, starts, scale, window)
         ends = [(row, [0, *accumulate(of_row)]) for row, of_row in enumerate(CHECKED_LENGTHS)]
         parts = [(row, a, max(a, first), b) for row, at in ends for a, b in pairwise(at)]
         own = DocumentParts.on_device([part for part in parts if part[3] > first], device)
         return attend_parts(query, key, value, own, scale, window)
 
-    def results(attention: Callable[..., torch.Tensor], as_: torch.dtype) -> list[torch.Tensor]:
-        leaves = [tensor.detach().to(as_).requires_grad_() for tensor in inputs]
+    def run_forward_backward(
+        attention: Callable[..., torch.Tensor], compute_dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(compute_dtype).requires_grad_() for tensor in inputs]
         out_BTHD = attention(*leaves)
-        return [out_BTHD.detach(), *torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(as_))]
+        return [
+            out_BTHD.detach(),
+            *torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(compute_dtype)),
+        ]
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        found = results(by_kernel, dtype)
-        wanted = results(by_mask, torch.float64)
+        found = run_forward_backward(attend_with_kernel, dtype)
+        wanted = run_forward_backward(attend_with_mask, torch.float64)
     names = ("its result", "the gradient of queries", "that of keys", "that of values")
     return {
         name: float((one.double() - true).norm() / true.norm())
@@ -363,36 +375,46 @@ def _dtype_name(dtype: torch.dtype) -> str:
 FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
 
 
-def list_installed(device: torch.device) -> list[str]:
+def list_flash_attention_versions(device: torch.device) -> list[str]:
     """Return which of them are installed and suit a GPU, the best first."""
     from torch.nn import attention
 
     architecture = find_architecture(device)
     if architecture is None or not hasattr(attention, "activate_flash_attention_impl"):
         return []
-    return [name for name in architecture.newer_attention if is_installed(NEWER_ATTENTION[name][0])]
+    return [
+        name
+        for name in architecture.flash_attention_versions
+        if is_installed(FLASH_ATTENTION_PACKAGES[name][0])
+    ]
 
 
 @functools.cache
 def use_flash_attention(
-    device: torch.device, dtype: torch.dtype, values: int, groups: int, window: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    values: int,
+    heads_per_group: int,
+    window: int | None = None,
 ) -> str:
     """Make torch use the best installed version that is right; return its name, "" if none is.
 
-    ``values``: values per head; ``groups``: query heads per key head; ``window``: a sliding window
-    in tokens that is tried too, if given. The choice holds for the whole process.
+    ``values``: values per head; ``heads_per_group``: query heads per key head; ``window``: a
+    sliding window in tokens that is tried too, if given. The choice holds for the whole process.
     """
     from torch.nn import attention
 
     flash: Any = attention
     most = MAX_EPS * torch.finfo(dtype).eps
-    for name in list_installed(device):
+    for name in list_flash_attention_versions(device):
         try:
             flash.activate_flash_attention_impl(name)
             gaps = [
                 gap
                 for tried in {None, window}
-                for gap in compare_with_mask(device, dtype, values, groups, tried).values()
+                for gap in compare_kernel_with_mask(
+                    device, dtype, values, heads_per_group, tried
+                ).values()
             ]
         except Exception as error:  # noqa: BLE001 - such as a package built for another torch
             why = f"it fails here ({first_line(error)})"

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
-from hpc_tune.files import why_pointer
+from hpc_tune.files import why_pointer_file
 from hpc_tune.model.config_json import (
     ShapeIndex,
     config_parts,
@@ -138,15 +138,15 @@ _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionEr
 class TensorIndex:
     """The tensors of some files by name, and those ``joined`` from several of them.
 
-    ``unread``: other weights in the directory, which are ignored. ``unfollowed``: tensors of the
-    model that transformers would make by operations not supported here, and the names of these.
-    Problems are raised as ``error``.
+    ``ignored_weights``: other weights in the directory. ``unfollowed``: tensors of the model that
+    transformers would make by operations not supported here, and the names of these. Problems are
+    raised as ``error``.
     """
 
     sources: Mapping[str, TensorSource]
     files: Sequence[Path]
     error: type[HpcTuneError] = DataError
-    unread: tuple[str, ...] = ()
+    ignored_weights: tuple[str, ...] = ()
     unfollowed: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class TensorIndex:
         return {name: one for name, one in self.sources.items() if isinstance(one, JoinedTensor)}
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether files hold tensors in float8 or MXFP4."""
         return any(isinstance(one, ScaledTensor | Mxfp4Stack) for one in self.sources.values())
 
@@ -264,7 +264,7 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
             ) from None
         except (SafetensorError, OSError, *_PARSE_ERRORS) as found:
             raise error(
-                why_pointer(file)
+                why_pointer_file(file)
                 or f"{file}: not a whole safetensors file ({found}); it is cut off or damaged, "
                 "copy it again"
             ) from None
@@ -306,15 +306,17 @@ def index_model_directory(directory: Path) -> TensorIndex:
         DataError: if there are none, one is missing or damaged, or they are quantized in another
             format than float8 or MXFP4.
     """
-    files, unread = _find_weight_files(directory)
+    files, ignored_weights = _find_weight_files(directory)
     # If several files hold a tensor, the last one counts, as in transformers.
     stored = {
         name: replace(one, file=one.pieces[-1].file, pieces=one.pieces[-1:])
         for name, one in _read_headers(files, DataError).items()
     }
-    sources = with_packed_stacks(stored, directory)
-    _refuse_unknown_quantisation(sources, directory)
-    return TensorIndex(with_scales(sources, directory), files, unread=unread)
+    sources = merge_mxfp4_stacks(stored, directory)
+    _refuse_unknown_quantization(sources, directory)
+    return TensorIndex(
+        merge_float8_scales(sources, directory), files, ignored_weights=ignored_weights
+    )
 
 
 def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
@@ -326,8 +328,10 @@ def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
     single = directory / "model.safetensors"
     names = _read_shard_names(index_file) if index_file.exists() else []
     if single.exists() and single.name not in names:
-        unread = f"{SHARDS_FILE} and its {len(names)} files, as model.safetensors takes precedence"
-        return [single], (unread,) if names else ()
+        ignored_weights = (
+            f"{SHARDS_FILE} and its {len(names)} files, as model.safetensors takes precedence"
+        )
+        return [single], (ignored_weights,) if names else ()
     if names:
         return [directory / name for name in names], ()
     if list(directory.glob("*.bin")):
@@ -348,7 +352,7 @@ def _read_shard_names(index_file: Path) -> list[str]:
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"it names {outside[0]}, which is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = why_pointer(index_file) or f"{index_file}: not a safetensors index ({error})"
+        why = why_pointer_file(index_file) or f"{index_file}: not a safetensors index ({error})"
         raise DataError(why) from None
     return sorted(set(names))
 
@@ -382,7 +386,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"  # after the name of a stack in MXFP4
 Sources = Mapping[str, TensorSource]
 
 
-def with_scales(sources: Sources, directory: Path) -> Sources:
+def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
     """Return sources with each float8 tensor and its scale merged into one source.
 
     Raises:
@@ -439,7 +443,7 @@ def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: A
     )
 
 
-def with_packed_stacks(sources: Sources, directory: Path) -> Sources:
+def merge_mxfp4_stacks(sources: Sources, directory: Path) -> Sources:
     """Return sources with one source per MXFP4 stack in place of its blocks and scales.
 
     Raises:
@@ -468,7 +472,7 @@ def _has_mxfp4_blocks(tensor: TensorSource) -> bool:
     return is_uint8 and len(tensor.shape) == 4 and tensor.shape[-1] == BLOCK_BYTES
 
 
-def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
+def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     """Refuse weights that are quantized in another format than float8 with scales, or MXFP4.
 
     Raises:
@@ -511,11 +515,11 @@ def _read_quantization(directory: Path) -> dict[str, Any]:
 
 
 _IGNORED_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-_MAX_TENSORS = 1024  # takes a second on a parallel file system
-_VALUES = 64  # per tensor: versions that were trained further differ in nearly all of them
+_MAX_SAMPLED_TENSORS = 1024  # takes a second on a parallel file system
+_SAMPLE_SIZE = 64  # per tensor: versions that were trained further differ in nearly all of them
 
 
-def hash_model(directory: Path, index: TensorIndex | ShapeIndex) -> str:
+def hash_architecture(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over the names and shapes of a model's tensors and over its config.json."""
     shapes = sorted((name, list(index.shapes[name])) for name in index.stored)
     config = read_config_json(directory)
@@ -531,7 +535,7 @@ def fingerprint_weights(index: TensorIndex) -> str:
     Raises:
         DataError: if the values cannot be read.
     """
-    chosen = sorted(index.stored, key=_draw_key)[:_MAX_TENSORS]
+    chosen = sorted(index.stored, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
     by_file = sorted(chosen, key=lambda name: str(index.sources[name].file))
     sampled = {name: _hash_middle(index, name) for name in by_file}
     whole = hashlib.sha256()
@@ -540,7 +544,7 @@ def fingerprint_weights(index: TensorIndex) -> str:
     return whole.hexdigest()
 
 
-def _draw_key(name: str) -> str:
+def _pseudorandom_sort_key(name: str) -> str:
     """Return a pseudorandom sort key for drawing tensors, so that all kinds of layers are drawn."""
     return hashlib.sha256(name.encode()).hexdigest()
 
@@ -552,7 +556,7 @@ def _hash_middle(index: TensorIndex, name: str) -> str:
         return "empty"
     box = [1] * len(shape)
     if shape:
-        box[-1] = min(shape[-1], _VALUES)
+        box[-1] = min(shape[-1], _SAMPLE_SIZE)
     values = torch.empty(box, dtype=torch.float32)
     offset = tuple((size - taken) // 2 for size, taken in zip(shape, box, strict=True))
     index.fill(values, name, offset)

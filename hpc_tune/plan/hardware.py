@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_tune.cluster.launchers import run_command
+from hpc_tune.cluster.launchers import run_hpc_tune_command
 from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -14,7 +14,7 @@ from hpc_tune.world.comm import Comm
 _USUAL_RANKS, USUAL_DEVICE, USUAL_HOST = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
-_PEAK_BF16 = {
+_PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -34,7 +34,7 @@ _PEAK_BF16 = {
 
 def peak_flops(device_name: str) -> float | None:
     """Return a GPU's dense bf16 peak in flops per second; None if it is not in the table."""
-    return next((peak for name, peak in _PEAK_BF16.items() if name in device_name), None)
+    return next((peak for name, peak in _PEAK_BF16_FLOPS.items() if name in device_name), None)
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,23 @@ class Cluster:
     """
 
     flops: float
-    within_bytes_per_s: float
-    across_bytes_per_s: float
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
     lanes: int
     host_bytes_per_s: float
-    within_latency_s: float = 10e-6
-    across_latency_s: float = 20e-6
+    intra_node_latency_s: float = 10e-6
+    inter_node_latency_s: float = 20e-6
 
 
 # From the vendors' data sheets: one direction of NVLink or PCIe, and one network card. Rates to the
 # host are 80% of 16 lanes of PCIe 5.0 (H100, 64 GB/s) or 4.0 (32 GB/s).
 CLUSTERS = {
-    "h100-ib400": Cluster(_PEAK_BF16["H100"], 370e9, 48e9, 8, 51e9),
-    "a100-ib200": Cluster(_PEAK_BF16["A100"], 240e9, 24e9, 4, 25e9),
-    "l40s-pcie-ethernet": Cluster(_PEAK_BF16["L40S"], 20e9, 2.9e9, 1, 25e9),
-    "a100-pcie-10g": Cluster(_PEAK_BF16["A100"], 20e9, 1.1e9, 1, 25e9, across_latency_s=60e-6),
+    "h100-ib400": Cluster(_PEAK_BF16_FLOPS["H100"], 370e9, 48e9, 8, 51e9),
+    "a100-ib200": Cluster(_PEAK_BF16_FLOPS["A100"], 240e9, 24e9, 4, 25e9),
+    "l40s-pcie-ethernet": Cluster(_PEAK_BF16_FLOPS["L40S"], 20e9, 2.9e9, 1, 25e9),
+    "a100-pcie-10g": Cluster(
+        _PEAK_BF16_FLOPS["A100"], 20e9, 1.1e9, 1, 25e9, inter_node_latency_s=60e-6
+    ),
 }
 
 
@@ -155,4 +157,4 @@ def run_plan(
     words += ["--gpus-per-node", str(machine.ranks_per_node)]
     words += ["--device-memory", str(machine.device_bytes or 0)]
     words += ["--host-memory", str(machine.host_bytes), *arguments]
-    return run_command(words, limit_s)
+    return run_hpc_tune_command(words, limit_s)

@@ -16,37 +16,37 @@ from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.data import Form
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
-from hpc_tune.data.loader import BYTES_OF_FORM, prefetch_limit
-from hpc_tune.engine.compile import num_workers
+from hpc_tune.data.loader import BYTES_PER_TOKEN_OF_FORM, prefetch_limit_bytes
+from hpc_tune.engine.compile import num_compile_workers
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.host import (
     BLOCK_OBJECTS_BYTES,
     COMPILE_WORKER_BYTES,
     DEEPSPEED_BYTES,
     FIRST_STEP_BYTES,
-    GPU_RANK_BYTES,
-    MERGE_BYTES,
+    FIRST_STEP_KEPT_BYTES,
+    GPU_RUNTIME_BYTES,
+    MERGE_BASE_BYTES,
     MODEL_OBJECTS_BYTES,
-    RANK_BYTES,
-    TRIMMED_STEP_BYTES,
+    RANK_BASE_BYTES,
 )
-from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, NO_PLAN_BELOW, Phase
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, NO_PLAN_BELOW_SHARE, Phase
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
-from hpc_tune.world.pinned import pinned_blocks_bytes, round_up_bytes
+from hpc_tune.step.size import SAVED_COPIES, ModelSize, max_activation_bytes, static_bytes
+from hpc_tune.world.pinned import next_power_of_two, pinned_blocks_bytes
 
 # On a device: the context and library workspaces. A conservative guess, not measured.
 GPU_CONTEXT_BYTES = 1536 << 20
 # NCCL's buffers per group, and those of NVLS once per rank where a node's eight GPUs may use it
 # (Hopper and later, https://github.com/NVIDIA/nccl/issues/864, 1410). Taken from logs of others.
-GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
-_NVLS_RANKS, _NVLS_DEVICE = 8, 79 << 30
-GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
+NCCL_GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
+_MIN_NVLS_RANKS, _MIN_NVLS_DEVICE_BYTES = 8, 79 << 30
+GPU_SLACK_SHARE = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
 SaveMethod = Literal["streamed", "gathered"]
 
 
@@ -75,19 +75,19 @@ class ModelBytes:
     """Sizes of a model, in bytes, that a trace of one rank does not show.
 
     ``trained``: all trained values, unsharded. ``largest_tensor``: as it is stored.
-    ``largest_unit``: the largest unit that is gathered at once, a block or the embedding.
+    ``largest_gathered_unit``: the largest unit that is gathered at once, a block or the embedding.
     ``is_full``: all weights are trained. ``mapped_share``: share of the frozen values that the
-    files hold in the form that is computed with, so that they can be mapped. ``more_saved``: what a
-    checkpoint holds besides ``trained`` and two moments of the same size. ``largest_trained``: the
-    largest tensor that is saved.
+    files hold in the form that is computed with, so that they can be mapped. ``other_saved_bytes``:
+    what a checkpoint holds besides ``trained`` and two moments of the same size.
+    ``largest_trained``: the largest tensor that is saved.
     """
 
     trained: int
     largest_tensor: int
-    largest_unit: int
+    largest_gathered_unit: int
     is_full: bool = False
     mapped_share: float = 1.0
-    more_saved: int = 0
+    other_saved_bytes: int = 0
     largest_trained: int = PIECE_BYTES
 
 
@@ -120,33 +120,33 @@ class MemorySettings:
         return parallel.zero_stage == 3 or uses_fsdp(parallel.shard or 1, parallel)
 
 
-def context_bytes(machine: Machine, num_groups: int) -> int:
+def gpu_overhead_bytes(machine: Machine, num_groups: int) -> int:
     """Return the bytes on a rank's device besides tensors: the context and NCCL's buffers."""
     device_bytes = machine.device_bytes or 0
-    has_nvls = machine.ranks_per_node >= _NVLS_RANKS and device_bytes >= _NVLS_DEVICE
+    has_nvls = machine.ranks_per_node >= _MIN_NVLS_RANKS and device_bytes >= _MIN_NVLS_DEVICE_BYTES
     nvls = NVLS_BYTES if has_nvls and num_groups else 0
-    return GPU_CONTEXT_BYTES + num_groups * GROUP_BYTES + nvls
+    return GPU_CONTEXT_BYTES + num_groups * NCCL_GROUP_BYTES + nvls
 
 
 def process_bytes(machine: Machine) -> int:
     """Return the least that a rank's process itself takes of the memory of its tensors."""
-    return 0 if machine.device_bytes else RANK_BYTES
+    return 0 if machine.device_bytes else RANK_BASE_BYTES
 
 
 def upper_bound_bytes(
     size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine
 ) -> int:
-    """Return an upper bound of a rank's memory in a step, by arithmetic: ``activation_bound``."""
-    tensors = static_bytes(size, layout) + activation_bound(model, tokens)
+    """Return an upper bound of a rank's memory in a step (see ``max_activation_bytes``)."""
+    tensors = static_bytes(size, layout) + max_activation_bytes(model, tokens)
     if machine.device_bytes is None:
         return tensors + process_bytes(machine)
     groups = num_groups(layout, uses_fsdp=layout.shard > 1)
-    return int(tensors * (1 + GPU_SLACK)) + context_bytes(machine, groups)
+    return int(tensors * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(machine, groups)
 
 
 def surely_fits(most: int, machine: Machine) -> bool:
     """Return whether a rank that takes at most ``most`` bytes surely fits, so no plan is needed."""
-    return most < NO_PLAN_BELOW * machine.bytes_per_rank
+    return most < NO_PLAN_BELOW_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(
@@ -157,21 +157,23 @@ def memory_by_phase(
     ``trace``: the trace of the rank that needs most.
     """
     on_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
-    process = RANK_BYTES + MODEL_OBJECTS_BYTES + BLOCK_OBJECTS_BYTES * trace.num_layers
-    process += 0 if on_cpu else GPU_RANK_BYTES
+    process = RANK_BASE_BYTES + MODEL_OBJECTS_BYTES + BLOCK_OBJECTS_BYTES * trace.num_layers
+    process += 0 if on_cpu else GPU_RUNTIME_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
-    left, trimmed = (FIRST_STEP_BYTES, TRIMMED_STEP_BYTES) if on_cpu else (0, 0)
+    left, trimmed = (FIRST_STEP_BYTES, FIRST_STEP_KEPT_BYTES) if on_cpu else (0, 0)
     kernels = trace.kernel_bytes if on_cpu else 0
     piece = min(PIECE_BYTES, model.largest_trained)
-    step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
-    buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
-    state = SAVED_COPIES * model.trained + model.more_saved
+    step_bytes = settings.step_tokens * BYTES_PER_TOKEN_OF_FORM[settings.form]
+    buffers = min(prefetch_limit_bytes(step_bytes), 2 * step_bytes)
+    state = SAVED_COPIES * model.trained + model.other_saved_bytes
 
     def phase(name: Phase, on_device: int, on_host: int, first: int = 0) -> PhaseMemory:
         if on_cpu:
             return PhaseMemory(name, 0, process + on_device + on_host, first)
-        device = int(on_device * (1 + GPU_SLACK)) + context_bytes(machine, settings.num_groups)
+        device = int(on_device * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(
+            machine, settings.num_groups
+        )
         host = process + step.offloaded + trace.moved_bytes + on_host
         return PhaseMemory(name, device, host, first)
 
@@ -179,7 +181,7 @@ def memory_by_phase(
     if settings.has_reference:
         phases.append(phase(Phase.REFERENCE, step.evaluation + trimmed, 0))
     if settings.compile_threads is not None:
-        workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
+        workers = num_compile_workers(settings.compile_threads, machine.host_bytes_per_rank)
         on_host = buffers + workers * COMPILE_WORKER_BYTES
         compiling = phase(Phase.COMPILE, step.peak + left, on_host)
         phases.append(replace(compiling, spare_bytes=(workers - 1) * COMPILE_WORKER_BYTES))
@@ -199,7 +201,7 @@ def memory_by_phase(
             on_host = buffers + piece + each
             copied = phase(Phase.SAVE_IN_BACKGROUND, step.peak + left, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
-    merge = MERGE_BYTES + merge_bytes(model.largest_tensor)
+    merge = MERGE_BASE_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, PhaseMemory(Phase.MERGE, 0, 0, merge)]
 
 
@@ -247,7 +249,7 @@ def _step_bytes(
     peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
     evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
     if parallel.zero_stage == 3:
-        peak += model.largest_unit  # the next block is prefetched
+        peak += model.largest_gathered_unit  # the next block is prefetched
     if not on_cpu and parallel.offload_params == "cpu":
         # Shards stay on the host; gathered weights count as activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
@@ -270,9 +272,9 @@ def _zero_pinned_extra_bytes(trace: TraceReport, stage: int | None) -> int:
     size; stage 3 pins its gradients, which are counted already. Each is one flat block.
     """
     if stage == 3:
-        return round_up_bytes(trace.gradient_bytes) - trace.gradient_bytes
+        return next_power_of_two(trace.gradient_bytes) - trace.gradient_bytes
     copy = trace.optimizer_bytes // SAVED_COPIES
-    return 2 * round_up_bytes(copy) - copy
+    return 2 * next_power_of_two(copy) - copy
 
 
 def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
@@ -284,10 +286,10 @@ def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
     more = pinned_blocks_bytes(sizes) - sum(sizes)
-    return more + (sum(map(round_up_bytes, sizes)) - sum(sizes) if is_full else 0)
+    return more + (sum(map(next_power_of_two, sizes)) - sum(sizes) if is_full else 0)
 
 
-def adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
+def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
     """Return the bytes of ZeRO, derived from the native layout that was traced in its place.
 
     Stages 1 and 2 keep this rank's share of fp32 copies and moments next to the whole weights; the
@@ -334,12 +336,13 @@ def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
     steady = next(phase for phase in phases if phase.name == Phase.STEADY)
     if machine.device_bytes is not None:
         return int(
-            (DEVICE_LIMITS.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK)
+            (DEVICE_LIMITS.target_share * machine.device_bytes - steady.device_bytes)
+            / (1 + GPU_SLACK_SHARE)
         )
     return _spare_host_bytes(steady, machine)
 
 
-def limit_by_host(
+def limit_tokens_by_host(
     most: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
 ) -> tuple[int, Literal["", "GPU", "node"]]:
     """Limit ``most`` tokens to those whose offloaded block inputs fit a node; name what limits.
@@ -354,27 +357,29 @@ def limit_by_host(
 
 
 def tokens_that_fit(
-    left_at: Callable[[int, int, int], int], left_bytes: int, rows: int, seq_len: int
+    left_bytes_at: Callable[[int, int, int], int], left_bytes: int, rows: int, seq_len: int
 ) -> int:
     """Return about how many tokens a micro-batch may have.
 
     ``left_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
-    ``left_at(rows, length, of_step)`` traces another micro-batch, while rows of ``of_step`` tokens
-    wait in the loader. Masks grow with the square of the length, so one more row takes at most
-    twice what the second half of a row takes.
+    ``left_bytes_at(rows, length, of_step)`` traces another micro-batch, while rows of ``of_step``
+    tokens wait in the loader. Masks grow with the square of the length, so one more row takes at
+    most twice what the second half of a row takes.
     """
     if left_bytes >= 0:
         half_len = max(1, seq_len // 2)
-        grown = left_at(rows, half_len, seq_len) - left_bytes
+        grown = left_bytes_at(rows, half_len, seq_len) - left_bytes
         per_token = grown / max(1, rows * (seq_len - half_len))
         return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    of_one_row = left_at(1, seq_len, seq_len) if rows > 1 else left_bytes
+    of_one_row = left_bytes_at(1, seq_len, seq_len) if rows > 1 else left_bytes
     if of_one_row >= 0:
         return seq_len * (1 + of_one_row * (rows - 1) // (of_one_row - left_bytes))
-    return _longest_row(lambda length: left_at(1, length, length), {seq_len: of_one_row})
+    return _find_longest_row_len(
+        lambda length: left_bytes_at(1, length, length), {seq_len: of_one_row}
+    )
 
 
-def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
+def _find_longest_row_len(left_bytes_at: Callable[[int], int], left: dict[int, int]) -> int:
     """Return a length that fits, while 1.1 times that length does not.
 
     If more tokens always take more memory, 1.05 times the length does not fit either. ``left``: one
@@ -385,9 +390,9 @@ def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
     """
     most = longer = max(left)
     shorter = longer // 64
-    if shorter == 0 or left_at(shorter) < 0:
+    if shorter == 0 or left_bytes_at(shorter) < 0:
         return 0
-    left[shorter] = left_at(shorter)
+    left[shorter] = left_bytes_at(shorter)
     fit: list[bool] = []
     while longer > max(1.05 * shorter, shorter + 1):
         share = left[shorter] / (left[shorter] - left[longer])
@@ -395,14 +400,14 @@ def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
         if fit[-2:] in ([True, True], [False, False]):
             tried, fit = math.sqrt(shorter * longer), []
         length = min(max(int(tried), shorter + 1), longer - 1)
-        left[length] = left_at(length)
+        left[length] = left_bytes_at(length)
         fit.append(left[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
-    while longer < (above := shorter * 11 // 10) < most and left_at(above) >= 0:
+    while longer < (above := shorter * 11 // 10) < most and left_bytes_at(above) >= 0:
         shorter = above
     return shorter
 
 
 def _spare_host_bytes(steady: PhaseMemory, machine: Machine) -> int:
-    left = int(HOST_LIMITS.filled * machine.host_bytes) - steady.node_bytes(machine)
+    left = int(HOST_LIMITS.target_share * machine.host_bytes) - steady.node_bytes(machine)
     return left // machine.ranks_per_node

@@ -23,7 +23,12 @@ from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, find_stacks, group_parameters, is_mixture
+from hpc_tune.model.experts import (
+    ROUTED_EXPERTS,
+    find_stacked_experts,
+    is_mixture_of_experts,
+    label_parameters_by_part,
+)
 from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.weights import index_model_directory
@@ -33,14 +38,14 @@ from hpc_tune.plan.memory_model import (
     ModelBytes,
     PhaseMemory,
     SaveMethod,
-    adapt_to_zero,
-    limit_by_host,
+    adapt_to_deepspeed_zero,
+    limit_tokens_by_host,
     memory_by_phase,
     spare_bytes,
     tokens_that_fit,
 )
 from hpc_tune.plan.resolve import (
-    PIECE_TOKENS,
+    MIN_ROW_PIECE_TOKENS,
     ModelShape,
     ResolvedLayout,
     choose_row_pieces,
@@ -91,7 +96,7 @@ def phase_fits(phase: PhaseMemory, machine: Machine) -> bool:
     return on_device and HOST_LIMITS.allows(phase.node_bytes(machine), machine.host_bytes)
 
 
-def check_remedies(
+def describe_sufficient_remedies(
     remedies: Sequence[Remedy], fits_with: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
     """Describe the remedies that are enough, or else the first few that are enough together."""
@@ -199,7 +204,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
 def _long_row_remedies(
     plan: "MemoryPlan", parallel: ParallelConfig, tune: TuneConfig
 ) -> Iterator[Remedy]:
-    num_pieces = plan.seq_len // (PIECE_TOKENS * parallel.context)
+    num_pieces = plan.seq_len // (MIN_ROW_PIECE_TOKENS * parallel.context)
     can_cut = parallel.zero_stage != 3 and not tune.dropout
     if 0 < plan.trace.row_pieces < num_pieces and can_cut:
         text = f"steady: parallel.row_pieces={num_pieces} keeps one piece of a row in each MLP"
@@ -249,7 +254,7 @@ def _shrink_state_remedies(
 # -- The plan and its report.
 
 
-_MAX_WHOLE_BLOCKS = 12  # up to here a trace of all blocks is no slower than two of a few
+_MAX_FULLY_TRACED_BLOCKS = 12  # up to here a trace of all blocks is no slower than two of a few
 
 
 @dataclass(frozen=True)
@@ -284,16 +289,16 @@ class MemoryPlan:
 
     @property
     def advice(self) -> list[str]:
-        """The remedies in words, before ``check_remedies`` has checked them."""
+        """The remedies in words, before ``describe_sufficient_remedies`` has checked them."""
         return [remedy.text for remedy in self.remedies]
 
 
 def make_plan(
-    config: RunConfig, machine: Machine, save: SaveMethod = "streamed", masked: bool = False
+    config: RunConfig, machine: Machine, save: SaveMethod = "streamed", needs_mask: bool = False
 ) -> MemoryPlan:
     """Plan a run on a machine that need not exist; no weights are read.
 
-    ``masked``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
+    ``needs_mask``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
@@ -305,7 +310,9 @@ def make_plan(
     with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
-        if on_gpu and not why_not_compiled(config.parallel, tune, train, is_mixture(built.module)):
+        if on_gpu and not why_not_compiled(
+            config.parallel, tune, train, is_mixture_of_experts(built.module)
+        ):
             train = train.model_copy(update={"compile": True})
         asked = choose_row_pieces(config.parallel, tune, train, seq_len, built.module)
         resolved = resolve(asked, size, built.config, machine)
@@ -317,25 +324,25 @@ def make_plan(
             _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
             *(save, tune.form, tune.has_reference),
-            _num_groups(resolved, trains_tied=size.is_full and built.tied is not None),
+            _num_groups(resolved, trains_tied=size.is_fully_trained and built.tied is not None),
         )
         what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
-        is_deep = size.blocks(built.config) > _MAX_WHOLE_BLOCKS
+        step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, needs_mask)
+        is_deep = size.blocks(built.config) > _MAX_FULLY_TRACED_BLOCKS
         trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
-        report = adapt_to_zero(trace_worst_rank(trace, step), resolved)
+        report = adapt_to_deepspeed_zero(trace_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
-        def left_at(rows: int, length: int, of_step: int) -> int:
+        def left_bytes_at(rows: int, length: int, of_step: int) -> int:
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
             waiting = replace(settings, step_tokens=own_rows * of_step)
-            traced = adapt_to_zero(trace(other), resolved)
+            traced = adapt_to_deepspeed_zero(trace(other), resolved)
             return spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
-        tokens = tokens_that_fit(left_at, spare_bytes(phases, machine), micro_rows, seq_len)
+        tokens = tokens_that_fit(left_bytes_at, spare_bytes(phases, machine), micro_rows, seq_len)
         moved = report.moved_bytes, micro_rows * seq_len
-        tokens, bound_by = limit_by_host(tokens, phases, machine, *moved)
+        tokens, bound_by = limit_tokens_by_host(tokens, phases, machine, *moved)
     plan = MemoryPlan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
@@ -355,15 +362,17 @@ def _threads_per_rank(asked: int | Literal["auto"], machine: Machine) -> int:
 
 
 def _with_kernels(
-    step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, masked: bool
+    step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, needs_mask: bool
 ) -> TracedStep:
     device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
     attention = choose_model_kernels(built.config, dtype, compiled, device).attention
-    has_kernel = attention == "varlen" and not masked
-    return replace(step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiles=attention == "tiles")
+    has_kernel = attention == "varlen" and not needs_mask
+    return replace(
+        step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiled_attention=attention == "tiles"
+    )
 
 
-def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
+def plan_to_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     """Return the plan as a table for a person."""
     machine, device = plan.machine, plan.machine.device_bytes
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
@@ -372,7 +381,8 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
         f"world   {count_of(machine.nodes, 'node')} x "
         f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
-        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens{plan.trace.long_rows}",
+        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens"
+        f"{plan.trace.long_rows_note}",
         "",
         f"{'phase':<26}{'device/rank':>13}{'host/rank':>13}{'host/node':>13}{'left':>13}",
     ]
@@ -400,7 +410,7 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     return lines + [f"  - {line}" for line in advice]
 
 
-def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
+def plan_to_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
     """Return the plan as JSON for a program."""
     tree: dict[str, Any] = {**asdict(replace(plan, remedies=[])), "advice": advice}
     del tree["remedies"]
@@ -409,8 +419,8 @@ def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
-def from_json(text: str) -> MemoryPlan:
-    """Return the plan that ``as_json`` has written; its remedies have only the advice's text.
+def plan_from_json(text: str) -> MemoryPlan:
+    """Return the plan that ``plan_to_json`` has written; its remedies have only the advice's text.
 
     Raises:
         ValueError: if the text is not a plan.
@@ -449,24 +459,26 @@ def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
 def _model_bytes(
     shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored, largest, mapped_share = _inspect_stored(shape.directory, built)
+    stored, largest, mapped_share = _inspect_stored_weights(shape.directory, built)
     trained = [p for p in built.module.parameters() if p.requires_grad]
     return ModelBytes(
         size.trained_bytes,
         largest,
-        _gathered_values(built, layout) * shape.dtype.itemsize,
-        size.is_full,
+        _max_gathered_values(built, layout) * shape.dtype.itemsize,
+        size.is_fully_trained,
         mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
         # Moments in 8 bits are saved in fp32, whatever the weights are.
-        more_saved=NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
+        other_saved_bytes=NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes)
+        if is_8bit
+        else 0,
         largest_trained=max((p.nbytes for p in trained), default=0),
     )
 
 
-def _gathered_values(built: BuiltModel, layout: Layout) -> int:
+def _max_gathered_values(built: BuiltModel, layout: Layout) -> int:
     """Return the most values gathered at once: a block, its distributed experts, or a tensor."""
-    module, kinds = built.module, group_parameters(built.module)
-    spread = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
+    module, kinds = built.module, label_parameters_by_part(built.module)
+    spread = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
     others = [[p.numel() for p in b.parameters() if p not in spread] for b in find_blocks(module)]
     others += [[p.numel()] for p in module.parameters() if p not in spread]
     experts = [[p.numel() for p in b.parameters() if p in spread] for b in find_blocks(module)]
@@ -474,7 +486,9 @@ def _gathered_values(built: BuiltModel, layout: Layout) -> int:
     return max(*map(sum, others), of_rank)
 
 
-def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, float]:
+def _inspect_stored_weights(
+    directory: Path, built: BuiltModel
+) -> tuple[set[torch.dtype], int, float]:
     """Return the dtypes of a model's files, the bytes of their largest tensor, and a share.
 
     The share: frozen values whose tensors have the same shape in the files as in the model, unlike
@@ -492,7 +506,9 @@ def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype
     dtype = getattr(built.config, "dtype", None)
     stored = dtype if isinstance(dtype, torch.dtype) else built.dtype
     largest = stored.itemsize * max(p.numel() for p in built.module.parameters())
-    stacks = sum(p.numel() for _, part in find_stacks(built.module) for p in part.parameters(False))
+    stacks = sum(
+        p.numel() for _, part in find_stacked_experts(built.module) for p in part.parameters(False)
+    )
     return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
 
 
@@ -524,5 +540,5 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
         if fits:
             break
     on_node = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in needed)
-    node_gib = -(-int(on_node / HOST_LIMITS.fits) >> 30)
-    return PlannedSizes(recompute, node_gib, on_device, USUAL_DEVICE, fits)
+    host_gib_per_node = -(-int(on_node / HOST_LIMITS.fits) >> 30)
+    return PlannedSizes(recompute, host_gib_per_node, on_device, USUAL_DEVICE, fits)

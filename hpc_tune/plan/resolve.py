@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.constraints import conflicts_with_pieces
+from hpc_tune.config.constraints import conflicts_with_row_pieces
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig, ModelConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
@@ -25,9 +25,13 @@ from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.model.build import DTYPES, BuiltModel, build
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shape_names
-from hpc_tune.model.language import read_config, read_language_config, why_too_long
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny_model
+from hpc_tune.model.config_json import (
+    find_nearest_model_shape,
+    model_shape_names,
+    resolve_model_directory,
+)
+from hpc_tune.model.language import read_config, read_language_config, why_texts_too_long
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import (
@@ -35,15 +39,15 @@ from hpc_tune.step.layout import (
     MeshCoordinates,
     format_choices,
     list_divisors,
-    sharing_problems,
+    row_sharing_problems,
     staging_problems,
 )
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
-from hpc_tune.step.slices import attended_heads, gathers_keys, slicing_problems
+from hpc_tune.step.slices import gathers_keys, num_attended_heads, slicing_problems
 from hpc_tune.units import format_bytes
 
-PIECE_TOKENS = 4096  # the least tokens of a piece of a row if row_pieces is "auto"
+MIN_ROW_PIECE_TOKENS = 4096  # the least tokens of a piece of a row if row_pieces is "auto"
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def choose_reshard(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
     """Return parallel.reshard with ``auto`` decided: "step" if a whole copy fits into ``room``."""
     if parallel.reshard != "auto":
         return parallel.reshard
-    whole = Layout(layout.weight_size, 1, layout.tensor, layout.pipeline)
+    whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
     return "step" if static_bytes(size, whole) <= room * STATE_SHARE else "block"
 
 
@@ -172,7 +176,7 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     if layout.pipeline > 1:
         problems += staging_problems(model, layout.pipeline, parallel.stages_per_rank)
     if layout.context > 1:
-        problems += sharing_problems(model, layout)
+        problems += row_sharing_problems(model, layout)
     return problems
 
 
@@ -185,16 +189,16 @@ def choose_row_pieces(
 ) -> ParallelConfig:
     """Return the settings with row_pieces decided; ``train`` tells whether blocks are compiled.
 
-    Pieces have PIECE_TOKENS tokens if ``model`` has MLPs that can be cut. Without recompute=full,
-    pieces would cost another forward pass of the MLPs: then only the user or the governor sets
-    them.
+    Pieces have MIN_ROW_PIECE_TOKENS tokens if ``model`` has MLPs that can be cut. Without
+    recompute=full, pieces would cost another forward pass of the MLPs: then only the user or the
+    governor sets them.
     """
     if parallel.row_pieces != "auto":
         return parallel
     num_pieces = 1
-    conflicts = conflicts_with_pieces(parallel, tune, train)
+    conflicts = conflicts_with_row_pieces(parallel, tune, train)
     if parallel.recompute == "full" and not any(conflicts) and has_mlps(model):
-        num_pieces = max(1, row_tokens // (PIECE_TOKENS * parallel.context))
+        num_pieces = max(1, row_tokens // (MIN_ROW_PIECE_TOKENS * parallel.context))
     return parallel.model_copy(update={"row_pieces": num_pieces})
 
 
@@ -211,7 +215,7 @@ def list_useless_settings(
         return useless
     return useless + [
         f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
-        for name, value in parallel.shard_settings.items()
+        for name, value in parallel.changed_shard_settings.items()
     ]
 
 
@@ -219,8 +223,8 @@ def gathered_keys_warnings(config: Any, layout: Layout) -> list[str]:
     """Warn that ranks gather keys if their number does not divide the heads; usually empty."""
     if not gathers_keys(config, layout):
         return []
-    heads = attended_heads(config, layout)
-    choices = [n for n in list_divisors(heads) if n > 1 and layout.weight_size % n == 0]
+    heads = num_attended_heads(config, layout)
+    choices = [n for n in list_divisors(heads) if n > 1 and layout.num_weight_ranks % n == 0]
     use = f"; {format_choices(choices)} would exchange heads" if choices else ""
     return [
         f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
@@ -331,7 +335,7 @@ def why_rows_too_long(model: ModelConfig, seq_len: int) -> Iterator[str]:
     with open_shape(*what) as shape:
         config = read_language_config(shape.directory, model.rope_scaling)
         said = (shape.directory, model.rope_scaling, seq_len, f"data.seq_len={seq_len} tokens")
-        if too_long := why_too_long(config, *said):
+        if too_long := why_texts_too_long(config, *said):
             yield too_long
 
 
@@ -365,16 +369,16 @@ def open_shape(
         ConfigError: if there is no such shape.
     """
     if path != BUILTIN_TINY:
-        directory = shape_directory(path)
+        directory = resolve_model_directory(path)
         if not directory.is_dir():
             raise ConfigError(
                 f"model.path={path}: no such directory here. A plan needs only its config.json; "
                 f"without it, plan a similar published model: "
-                f"model.path={find_nearest_shape(path)} "
-                f"(known: {', '.join(shape_names())})"
+                f"model.path={find_nearest_model_shape(path)} "
+                f"(known: {', '.join(model_shape_names())})"
             )
         yield ModelShape(directory, dtype, tune, seed, rope_scaling)
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder) / "tiny")
+        write_tiny_model(Path(folder) / "tiny")
         yield ModelShape(Path(folder) / "tiny", dtype, tune, seed, rope_scaling)

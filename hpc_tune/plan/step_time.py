@@ -39,8 +39,8 @@ from hpc_tune.step.size import ModelSize
 # in its group, and the slowest link delays all.
 
 
-_MIN_SLOWER, _MAX_SLOWER = 0.5, 20.0
-_OPERATIONS: dict[CollectiveKind, str] = {
+_MIN_SLOWDOWN, _MAX_SLOWDOWN = 0.5, 20.0
+_COLLECTIVE_LABELS: dict[CollectiveKind, str] = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -51,17 +51,18 @@ _OPERATIONS: dict[CollectiveKind, str] = {
 class Network:
     """Latency in seconds and rate in bytes per second between any two ranks.
 
-    ``exchange_per_s``: the rate in each direction while both ranks send, as in an all-gather of two
-    ranks. ``lanes``: two nodes together reach this multiple of the rate of one pair of their ranks.
-    ``slower``: for each collective of all ranks, the ratio of the measured time to the time
+    ``duplex_bytes_per_s``: the rate in each direction while both ranks send, as in an all-gather of
+    two ranks. ``lanes``: two nodes together reach this multiple of the rate of one pair of their
+    ranks.
+    ``slowdowns``: for each collective of all ranks, the ratio of the measured time to the time
     predicted from the links, and that prediction in seconds per byte of the message.
     """
 
     nodes: tuple[int, ...]
     latency_s: Mapping[tuple[int, int], float]
     bytes_per_s: Mapping[tuple[int, int], float]
-    exchange_per_s: Mapping[tuple[int, int], float]
-    slower: Mapping[CollectiveKind, tuple[float, float]]
+    duplex_bytes_per_s: Mapping[tuple[int, int], float]
+    slowdowns: Mapping[CollectiveKind, tuple[float, float]]
     lanes: float = 1.0
 
     @classmethod
@@ -81,30 +82,30 @@ class Network:
                 latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
                 exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
         plain = cls(tuple(nodes), latency, rate, exchange, {}, links.lanes)
-        slower, everyone = {}, [links.order or range(size)]
-        for kind, name in _OPERATIONS.items():
+        slowdowns, everyone = {}, [links.order or range(size)]
+        for kind, name in _COLLECTIVE_LABELS.items():
             times = [(c.num_bytes, c.seconds) for c in links.collectives if c.name == name]
             if len(times) > 1:
                 (_, small_s), *_, (num_bytes, large_s) = times
-                promised_s = plain.ring_s(kind, everyone, num_bytes)
+                promised_s = plain.collective_s(kind, everyone, num_bytes)
                 ratio = max(large_s - small_s, 0.0) / promised_s
-                ratio = min(_MAX_SLOWER, max(_MIN_SLOWER, ratio))
-                slower[kind] = ratio, promised_s / num_bytes
-        return dataclasses.replace(plain, slower=slower)
+                ratio = min(_MAX_SLOWDOWN, max(_MIN_SLOWDOWN, ratio))
+                slowdowns[kind] = ratio, promised_s / num_bytes
+        return dataclasses.replace(plain, slowdowns=slowdowns)
 
-    def ring_s(
+    def collective_s(
         self,
         kind: CollectiveKind,
         groups: Sequence[Sequence[int]],
         num_bytes: float,
-        gain: float = 1.0,
+        speedup: float = 1.0,
     ) -> float:
         """Return the seconds in which all ``groups`` move their bytes in a collective.
 
         ``num_bytes`` is the whole message: the summed tensor, or the result of a gather. Groups
         share the links between nodes. The time beyond that of the links is the work of processors,
-        here ``gain`` times as fast as in the measurement: it does not grow if a link is slower than
-        the measured ones, and shrinks if a link is faster.
+        here ``speedup`` times as fast as in the measurement: it does not grow if a link is slower
+        than the measured ones, and shrinks if a link is faster.
         """
         size = len(groups[0])
         if size == 1:
@@ -112,11 +113,11 @@ class Network:
         if kind == "all_to_all":
             return self._all_to_all_s(groups, num_bytes)
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
-        rate = self.min_rate(edges, exchange=size == 2 and kind == "all_gather")
+        rate = self.min_bytes_per_s(edges, exchange=size == 2 and kind == "all_gather")
         moving_s = ring_steps(kind, size) / size * num_bytes / rate
-        ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
+        ratio, promised_s = self.slowdowns.get(kind, (1.0, 0.0))
         more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
-        return moving_s + (more_s / gain if more_s > 0 else more_s)
+        return moving_s + (more_s / speedup if more_s > 0 else more_s)
 
     def _all_to_all_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
         """Return the seconds in which each rank sends a part to every other rank of its group.
@@ -125,7 +126,7 @@ class Network:
         the node's lanes.
         """
         size = len(groups[0])
-        rates = self.exchange_per_s if size == 2 else self.bytes_per_s
+        rates = self.duplex_bytes_per_s if size == 2 else self.bytes_per_s
         within: defaultdict[int, float] = defaultdict(float)
         leaving: defaultdict[int, float] = defaultdict(float)
         of_node: defaultdict[int, float] = defaultdict(float)
@@ -145,12 +146,12 @@ class Network:
         """Return the bytes per second between two ranks while no others communicate."""
         return self.bytes_per_s[_ordered_pair(a, b)]
 
-    def min_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
+    def min_bytes_per_s(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
         """Return the bytes per second of the slowest edge when all are used at once, one way.
 
         ``exchange``: each edge is used in both directions.
         """
-        rates = self.exchange_per_s if exchange else self.bytes_per_s
+        rates = self.duplex_bytes_per_s if exchange else self.bytes_per_s
         leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
 
         def shared_rate(a: int, b: int) -> float:
@@ -183,8 +184,12 @@ def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
 
 
 # All-reduces of a step's tokens, loss, gradient norm and memory.
-_SMALL_SUMS = 4
-_UNIT_BY_UNIT = (("shard",), ("expert_shard",), ("replicate",))  # axes that FSDP2 reduces over
+_NUM_SMALL_ALL_REDUCES = 4
+_FSDP_REDUCTION_AXES = (
+    ("shard",),
+    ("expert_shard",),
+    ("replicate",),
+)  # axes that FSDP2 reduces over
 
 
 @dataclass(frozen=True)
@@ -235,11 +240,11 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class TensorTime:
+class TensorAxisTime:
     """Messages of the tensor axis: seconds to transfer their bytes, and their number."""
 
     transfer_s: float
-    num_sums: int
+    num_messages: int
 
 
 def step_time(
@@ -257,58 +262,58 @@ def step_time(
     position serve the others.
     """
     plan = StepPlan(layout, parallel, work.size, work.model, work.itemsize)
-    gain = min(compute.sharing, len(network.nodes) / layout.size)
+    speedup = min(compute.sharing, len(network.nodes) / layout.size)
     rows = layout.rows_per_rank(work.global_rows)
     num_micro = math.ceil(rows / micro_rows)
-    tokens = plan.own_tokens(min(micro_rows, rows) * work.seq_len)
+    tokens = plan.num_own_tokens(min(micro_rows, rows) * work.seq_len)
     placed = _RankLayout(layout, ranks, network, compute.sync_s)
     kinds = _representative_ranks(plan)
     waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
-    stages_s = [stage_s / gain for stage_s in _stages_s(plan, tokens, compute)]
+    stages_s = [stage_s / speedup for stage_s in _stages_s(plan, tokens, compute)]
     micro = [(tokens, tokens)]
     gathers = partial(_gathering_s, plan, placed, num_micro, compute.unshard_s)
     begin_s = 0.0
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch arrives, so stages gather in turn.
-        alone = max(gain, min(compute.sharing, gain * layout.pipeline))
+        alone = max(speedup, min(compute.sharing, speedup * layout.pipeline))
         begin_s = sum(gathers(kind, alone) for kind in kinds)
     else:
-        waits_s = {kind: gathers(kind, gain) / num_micro for kind in waits_s}
+        waits_s = {kind: gathers(kind, speedup) / num_micro for kind in waits_s}
     if compute.overlaps:
         # The next block is gathered while one computes; nothing hides the first block's gather.
         hidden_s = sum(stages_s) / len(stages_s)
         waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
-        waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, pp_rank=kind))
-        waits_s[kind] += placed.sums_s(expert_messages(plan, micro, pp_rank=kind))
-        waits_s[kind] += placed.sums_s(context_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placed.serial_messages_s(tensor_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placed.serial_messages_s(expert_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placed.serial_messages_s(context_messages(plan, micro, pp_rank=kind))
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
-        placed.hops_s(plan.activation_values(micro) * plan.activation_itemsize),
+        placed.stage_hops_s(plan.num_activation_values(micro) * plan.activation_itemsize),
         num_micro,
         parallel.stages_per_rank,
     )
-    sharing = compute.sharing / gain
+    sharing = compute.sharing / speedup
     reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
     if plan.only_replicates:
         # The last backward pass, two thirds of a micro-batch's time, hides the reduction, except
         # that of the last piece.
         num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_PIECE_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
-    reducing_s += _SMALL_SUMS * placed.sync_time_s(layout.size)
-    update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / gain
+    reducing_s += _NUM_SMALL_ALL_REDUCES * placed.sync_time_s(layout.size)
+    update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / speedup
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
     return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
 
 
-def tensor_time(
+def tensor_axis_time(
     plan: StepPlan, ranks: Sequence[int], network: Network, micro: MicroTokens
-) -> TensorTime:
+) -> TensorAxisTime:
     """Return the time of a micro-batch's messages on the tensor axis, of all decoder blocks."""
     placed = _RankLayout(plan.layout, ranks, network, 1.0)
     messages = [*tensor_messages(plan, [micro])]
-    return TensorTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))
+    return TensorAxisTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))
 
 
 @dataclass(frozen=True)
@@ -327,14 +332,16 @@ class _RankLayout:
             [[group[0], group[-1]] for group in placed] if axes == FIRST_AND_LAST_STAGE else placed
         )
 
-    def transfer_s(self, message: Message, gain: float = 1.0) -> float:
-        """Return the seconds of all bytes of a message; ``gain``: see ``Network.ring_s``."""
+    def transfer_s(self, message: Message, speedup: float = 1.0) -> float:
+        """Return the seconds of a message's bytes; ``speedup``: see ``Network.collective_s``."""
         if message.ranks == 1:
             return 0.0
         num_bytes = message.num_bytes * message.times
-        return self.network.ring_s(message.kind, self.groups(message.axes), num_bytes, gain)
+        return self.network.collective_s(
+            message.kind, self.groups(message.axes), num_bytes, speedup
+        )
 
-    def sums_s(self, messages: Iterable[Message]) -> float:
+    def serial_messages_s(self, messages: Iterable[Message]) -> float:
         """Return the seconds of messages sent one after the other; all ranks wait for each one."""
         return sum(self.transfer_s(m) + m.times * self.sync_time_s(m.ranks) for m in messages)
 
@@ -343,14 +350,14 @@ class _RankLayout:
         everyone = len(self.network.nodes)
         return self.sync_s * math.log2(size) / math.log2(everyone) if size > 1 else 0.0
 
-    def hops_s(self, num_bytes: float) -> list[float]:
+    def stage_hops_s(self, num_bytes: float) -> list[float]:
         """Return the seconds of one message from each pipeline stage to the next."""
-        width = self.layout.weight_size * self.layout.tensor
+        width = self.layout.num_weight_ranks * self.layout.tensor
         hops = []
         for start in range(0, width * (self.layout.pipeline - 1), width):
             edges = [(self.ranks[start + i], self.ranks[start + width + i]) for i in range(width)]
             latency = max(self.network.latency(a, b) for a, b in edges)
-            hops.append(latency + num_bytes / self.network.min_rate(edges))
+            hops.append(latency + num_bytes / self.network.min_bytes_per_s(edges))
         return hops
 
 
@@ -359,12 +366,12 @@ class _PipelineTime:
     """All micro-batches forward and backward. ``stages_s``: each rank's stages, per micro-batch.
 
     ``waits_s``: waits of each rank's stages for messages within a stage, per micro-batch.
-    ``hops_s``: one message from each stage to the next.
+    ``stage_hops_s``: one message from each stage to the next.
     """
 
     stages_s: list[float]
     waits_s: list[float]
-    hops_s: list[float]
+    stage_hops_s: list[float]
     num_micro: int
     stages_per_rank: int
 
@@ -383,14 +390,14 @@ class _PipelineTime:
             return self.computing_s + self.num_micro * self.waits_s[0]
         stages = [sum(both) for both in zip(self.stages_s, self.waits_s, strict=True)]
         slowest = max(stages)
-        steady_s = (self.num_micro - 1) * max(slowest / sharing, *self.hops_s)
+        steady_s = (self.num_micro - 1) * max(slowest / sharing, *self.stage_hops_s)
         fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / sharing
-        path_s = steady_s + fill_s + 2 * sum(self.hops_s)
+        path_s = steady_s + fill_s + 2 * sum(self.stage_hops_s)
         return max(path_s, self.num_micro * sum(stages) / len(stages))
 
     def messages_s(self, sharing: float) -> float:
         """Return how much shorter ``seconds`` would be if messages took no time."""
-        silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), hops_s=[0.0])
+        silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), stage_hops_s=[0.0])
         return self.seconds(sharing) - silent.seconds(sharing)
 
 
@@ -425,29 +432,34 @@ def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute
     """
     if not plan.parallel.offload_activations:
         return 0.0
-    num_bytes = plan.activation_values([(tokens, tokens)]) * plan.activation_itemsize
+    num_bytes = plan.num_activation_values([(tokens, tokens)]) * plan.activation_itemsize
     copy_s = num_bytes * compute.host_copy_s
     block_s = tokens * compute.block_s / plan.layout.tensor
     # A share of forward, recompute and backward; backward counts twice if weights get gradients.
-    forward_s = block_s / (4 if plan.size.is_full else 3)
+    forward_s = block_s / (4 if plan.size.is_fully_trained else 3)
     there_s, back_s = max(0.0, copy_s - forward_s), max(0.0, copy_s - (block_s - forward_s))
     return num_blocks * there_s + (num_blocks - 1) * back_s + copy_s
 
 
 def _gathering_s(
-    plan: StepPlan, placed: _RankLayout, num_micro: int, unshard_s: float, pp_rank: int, gain: float
+    plan: StepPlan,
+    placed: _RankLayout,
+    num_micro: int,
+    unshard_s: float,
+    pp_rank: int,
+    speedup: float,
 ) -> float:
     """Return the seconds of a step in which FSDP2 gathers a rank's weights, hidden or not.
 
-    ``gain``: speedup of the processors over the measurement, in which all ranks gathered.
+    ``speedup``: speedup of the processors over the measurement, in which all ranks gathered.
     """
     messages = [*weight_messages(plan, num_micro, pp_rank)]
     if not messages or plan.layout.shard == 1:
         return 0.0
-    copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / gain
+    copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / speedup
     times = plan.num_fsdp_units(pp_rank) * max(m.times for m in messages)
     waiting_s = times * placed.sync_time_s(plan.layout.shard)
-    return copying_s + sum(placed.transfer_s(m, gain) for m in messages) + waiting_s
+    return copying_s + sum(placed.transfer_s(m, speedup) for m in messages) + waiting_s
 
 
 def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, pp_rank: int) -> float:
@@ -458,6 +470,6 @@ def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, pp_rank: in
     messages = [*gradient_messages(plan, num_micro, pp_rank)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}
     for m in messages:
-        num_units = plan.num_fsdp_units(pp_rank) if m.axes in _UNIT_BY_UNIT else 1
+        num_units = plan.num_fsdp_units(pp_rank) if m.axes in _FSDP_REDUCTION_AXES else 1
         waits[m.kind, m.axes] = m.times * num_units * placed.sync_time_s(m.ranks)
     return sum(map(placed.transfer_s, messages)) + sum(waits.values())

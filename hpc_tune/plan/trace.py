@@ -42,11 +42,11 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, print_line
-from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
+from hpc_tune.memory.host import MAX_KEPT_BLOCK_BYTES, MIN_RETURNED_BLOCK_BYTES
 from hpc_tune.model import grouped_matmul, tiled_attention
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.config_json import shape_directory
-from hpc_tune.model.experts import looping_over_experts_in_fp32
+from hpc_tune.model.config_json import resolve_model_directory
+from hpc_tune.model.experts import loop_over_fp32_experts
 from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
@@ -58,7 +58,7 @@ from hpc_tune.plan.resolve import (
     planned_dtype,
     resolve,
 )
-from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute, simulating_scratch
+from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute, simulate_attention_scratch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
@@ -68,15 +68,15 @@ DEVICE = torch.device("cpu")
 # Rows are rarely full: a memory block that grows with them may exceed malloc's limit in a full
 # micro-batch only, and stay below it in most.
 ROW_MARGIN = 1.125
-DOCUMENT_TOKENS = 128  # about the length of instruction data (Alpaca's rows: 107)
-DEVICE_BYTES = 80 << 30  # assumed per rank to choose a layout
+TYPICAL_DOCUMENT_TOKENS = 128  # about the length of instruction data (Alpaca's rows: 107)
+ASSUMED_DEVICE_BYTES = 80 << 30  # assumed per rank to choose a layout
 # A mesh looks up its rank in a tensor; DTensor gets the shapes of its results from whole tensors.
 _OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
     (tiled_attention, "_make_tiling"),
-    (tiled_attention, "_later_mask"),
+    (tiled_attention, "_causal_bias"),
 )
 
 
@@ -120,7 +120,7 @@ class TraceReport:
     row_pieces: int = 1
 
     @property
-    def long_rows(self) -> str:
+    def long_rows_note(self) -> str:
         """Description of what is done for long rows, starting with a comma; "" for nothing."""
         pieces = f", MLPs in {self.row_pieces} pieces of a row" if self.row_pieces > 1 else ""
         moved = f"{format_bytes(self.moved_bytes)} per rank"
@@ -134,8 +134,9 @@ class TracedStep:
     Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; a step of all ranks has
     ``global_rows``. Every token has a loss, and attention has the mask of packed rows: the most
     memory that a batch can need. ``for_gpu`` decides how many tokens have logits at once.
-    ``has_kernel``: attention needs no mask for packed documents, here of ``DOCUMENT_TOKENS``
-    tokens. ``has_tiles``: the same for a CPU's tiled attention, with one document per row.
+    ``has_kernel``: attention needs no mask for packed documents, here of
+    ``TYPICAL_DOCUMENT_TOKENS`` tokens. ``has_tiled_attention``: the same for a CPU's tiled
+    attention, with one document per row.
     """
 
     shape: ModelShape
@@ -148,7 +149,7 @@ class TracedStep:
     rank: int = 0
     for_gpu: bool = True
     has_kernel: bool = False
-    has_tiles: bool = False
+    has_tiled_attention: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -181,22 +182,22 @@ def trace_step(step: TracedStep) -> TraceReport:
     """
     began_s = time.perf_counter()
     built, layout = step.shape.build(), step.layout
-    most = RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES
+    most = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_KEPT_BLOCK_BYTES
     memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.for_model(built, layout, step.parallel)
-    world, experts = _fake_world(step.rank, layout.size), looping_over_experts_in_fp32()
-    with world, experts, fake, memory.watch(), _allocating_as_device(step):
+    world, experts = _fake_world(step.rank, layout.size), loop_over_fp32_experts()
+    with world, experts, fake, memory.watch(), _allocate_as_on_device(step):
         engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
         engine.inputs.counts_only = True
         engine.inputs.is_on = step.for_gpu and step.parallel.offload_activations
         for stage in engine.stages:
-            stage.module.within_documents &= step.has_tiles
+            stage.module.within_documents &= step.has_tiled_attention
             stage.module.has_kernel = step.has_kernel
             stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
         batches = [_make_traced_batch(step) for _ in range(step.num_micro)]
-        tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
+        tokens = sum(batch.num_tokens for batch in batches) * layout.data_parallel_size
         loaded_bytes = memory.live_bytes
         memory.begin()
         if layout.pipeline == 1:
@@ -225,21 +226,21 @@ def trace_step(step: TracedStep) -> TraceReport:
         heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
         kernel_bytes=kernel_bytes,
-        shards=_count_shards(engine),
+        shards=_count_shards_by_bytes(engine),
         parts=parts,
         moved_bytes=engine.inputs.buffer_bytes,
         row_pieces=engine.pieces.num_pieces if engine.pieces.has_mlps else 0,
     )
 
 
-def _allocating_as_device(step: TracedStep) -> contextlib.ExitStack:
+def _allocate_as_on_device(step: TracedStep) -> contextlib.ExitStack:
     """Return a context in which operations allocate as much as on the step's device."""
     contexts = contextlib.ExitStack()
     if step.has_kernel:
-        contexts.enter_context(simulating_scratch())
+        contexts.enter_context(simulate_attention_scratch())
     if not step.for_gpu:
         padding = replaced_attribute(
-            grouped_matmul, "traced_padding", grouped_matmul.likely_padding
+            grouped_matmul, "padding_rows_in_trace", grouped_matmul.estimate_padding_rows
         )
         contexts.enter_context(padding)
     return contexts
@@ -266,7 +267,7 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
 
 def _make_traced_batch(step: TracedStep) -> Batch:
     rows, seq_len = step.micro_rows, step.seq_len
-    document = seq_len if step.has_tiles else DOCUMENT_TOKENS
+    document = seq_len if step.has_tiled_attention else TYPICAL_DOCUMENT_TOKENS
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
     )
@@ -280,20 +281,20 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
     held = [p for stage in engine.stages for p in stage.module.parameters()]
     trained = [p for p in held if p.requires_grad]
     return (
-        _stored_bytes(p for p in held if full or not p.requires_grad),
-        0 if full else _stored_bytes(trained),
-        _stored_bytes(p.grad for p in trained if p.grad is not None),
-        _stored_bytes(engine.optimizer_state()),
+        _storage_bytes(p for p in held if full or not p.requires_grad),
+        0 if full else _storage_bytes(trained),
+        _storage_bytes(p.grad for p in trained if p.grad is not None),
+        _storage_bytes(engine.optimizer_state()),
     )
 
 
-def _count_shards(engine: NativeEngine) -> dict[int, int]:
+def _count_shards_by_bytes(engine: NativeEngine) -> dict[int, int]:
     """Return the number of sharded weights by their size in bytes on this rank."""
     held = (p for stage in engine.stages for p in stage.module.parameters())
     return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
 
 
-def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages on this rank, each counted once."""
     storages = {}
     for tensor in tensors:
@@ -345,10 +346,10 @@ class _FakeCollectives(CountedCollectives):
         self.count("send", tensor.nbytes)
         return _SentMessage()
 
-    def gather_shards(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
+    def all_gather_uncounted(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
         """Gather; as gloo does, hold a copy of the whole result until done."""
         copy = torch.empty_like(out) if self._like_gloo else None
-        done = super().gather_shards(out, part, *how)
+        done = super().all_gather_uncounted(out, part, *how)
         del copy
         return done
 
@@ -364,16 +365,16 @@ class _SentMessage:
 
 
 def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
-    """Return the step to trace for a configuration, resolved for ranks with ``DEVICE_BYTES``."""
+    """Return the step to trace for a configuration; ranks have ``ASSUMED_DEVICE_BYTES``."""
     if config.parallel.zero_stage is not None:
         raise ConfigError(
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
             "parallel.shard, which holds as much per rank as stage 3"
         )
     dtype = planned_dtype(config.model.dtype, on_gpu=True)
-    model, directory = config.model, shape_directory(config.model.path)
+    model, directory = config.model, resolve_model_directory(config.model.path)
     shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
-    built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
+    built, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
     sections = (config.parallel, config.tune, config.train)
     asked = choose_row_pieces(*sections, config.data.seq_len, built.module)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
@@ -396,7 +397,7 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
 _FEW_BLOCKS = (8, 12)
 _FEW_STAGE_BLOCKS = (2, 4)
 # A CPU's attention is traced tile by tile.
-_MAX_TOKENS, _FEW_TOKENS = 1 << 14, 2048
+_MAX_TRACED_TOKENS, _FEW_TOKENS = 1 << 14, 2048
 
 
 def trace_few_blocks(step: TracedStep) -> TraceReport:
@@ -434,9 +435,9 @@ def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
     What a step keeps is linear in its tokens; the scores of a tile do not depend on them.
     """
     rows, length = step.micro_rows, step.seq_len
-    if not step.has_tiles or rows * length <= _MAX_TOKENS:
+    if not step.has_tiled_attention or rows * length <= _MAX_TRACED_TOKENS:
         return trace(step)
-    global_rows = step.num_micro * step.layout.data_size
+    global_rows = step.num_micro * step.layout.data_parallel_size
     one_row = dataclasses.replace(step, micro_rows=1, global_rows=global_rows)
     few = min(length, _FEW_TOKENS)
     low = trace(dataclasses.replace(one_row, seq_len=few))

@@ -23,20 +23,22 @@ from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 #     free   -> kept for requests of the same size, or merged with free neighbors
 #     malloc -> a kept block, the smallest hole that is large enough, or the end of the heap
 #
-# Nothing is returned to the kernel (``keep_freed_blocks``), so a heap takes the size that it has
-# ever reached. That is more than the live blocks, because torch requests aligned blocks: malloc
+# Nothing is returned to the kernel (``make_malloc_keep_blocks``), so a heap takes the size that it
+# has ever reached. That is more than the live blocks, because torch requests aligned blocks: malloc
 # looks for a larger hole, cuts slivers off both sides, and uses these for the small objects that
 # come with each tensor. A large block thus does not fit into the hole that one of its size left.
 
 
-ALIGNMENT = 64  # of torch's blocks on CPUs (c10/core/alignment.h)
+BLOCK_ALIGNMENT = 64  # of torch's blocks on CPUs (c10/core/alignment.h)
 # Small requests that come with each block, in bytes: torch's storage and tensor (96 and 176 in
 # torch 2.13), and their small parts: vectors, shared pointers, nodes of the graph.
-OBJECTS = (96, 176, 32, 32, 48, 64, 80)
-_LEAST, _HEADER, _GRAIN = 32, 8, 16
-_MAX_KEPT, _NUM_KEPT = 1040, 7  # the per-thread cache: sizes, and blocks of each
-_FAST, _SMALL, _JOINING = 128, 1024, 1 << 16
-_PAGE, _UNTRIMMED = 4096, 1 << 17  # bytes of a page; free bytes that stay at the heap's end
+SMALL_OBJECT_BYTES = (96, 176, 32, 32, 48, 64, 80)
+_MIN_BLOCK_BYTES, _HEADER_BYTES, _MALLOC_ALIGNMENT = 32, 8, 16
+_MAX_CACHED_BYTES, _NUM_CACHED_PER_SIZE = 1040, 7  # the per-thread cache: sizes, and blocks of each
+_MAX_FAST_BIN_BYTES, _MIN_LARGE_BYTES, _CONSOLIDATION_BYTES = 128, 1024, 1 << 16
+# bytes of a page; free bytes that stay at the heap's end
+_PAGE_BYTES = 4096
+_UNTRIMMED_BYTES = 1 << 17
 
 
 class Heap:
@@ -71,7 +73,7 @@ class Heap:
     def allocate_objects(self) -> tuple[int, ...]:
         """Return the addresses of the small objects only, of a block that lies outside the heap."""
         self._release()
-        return tuple(map(self._allocate_small, OBJECTS))
+        return tuple(map(self._allocate_small, SMALL_OBJECT_BYTES))
 
     def _release(self) -> None:
         for blocks in sorted(self._freed, reverse=True):
@@ -84,9 +86,9 @@ class Heap:
         self._left.append(self._allocate_small(num_bytes))
 
     @property
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Resident bytes: of the pages that were used since the last ``trim``."""
-        return min(self.reach, self._num_pages * _PAGE)
+        return min(self.reach, self._num_pages * _PAGE_BYTES)
 
     def trim(self) -> None:
         """Free the permanent objects, and return all free pages to the kernel (``malloc_trim``)."""
@@ -106,10 +108,12 @@ class Heap:
         self._join_fast_bins()
         largest = self._by_size[-1][0] if self._by_size else 0
         behind = 0 if self._trims else self.reach - self._end
-        return max(largest, behind) >= _size_of(num_bytes) + ALIGNMENT + _LEAST
+        return (
+            max(largest, behind) >= _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
+        )
 
     def _mark_pages_used(self, start: int, size: int) -> None:
-        first, last = start // _PAGE, (start + size - 1) // _PAGE + 1
+        first, last = start // _PAGE_BYTES, (start + size - 1) // _PAGE_BYTES + 1
         if len(self._pages) < last:
             self._pages.extend(bytes(last - len(self._pages)))
         self._num_pages += last - first - self._pages.count(1, first, last)
@@ -120,7 +124,7 @@ class Heap:
         self._freed.append(blocks)
 
     def _allocate_small(self, num_bytes: int) -> int:
-        size = _size_of(num_bytes)
+        size = _heap_block_size(num_bytes)
         kept = self._kept[size]
         block = kept.pop() if kept else self._allocate_block(size)
         self._mark_pages_used(block, size)
@@ -128,17 +132,17 @@ class Heap:
 
     def _allocate_aligned(self, num_bytes: int) -> int:
         """Allocate as glibc's ``_int_memalign``: what lies before and after the block is freed."""
-        size = _size_of(num_bytes)
-        block = self._allocate_block(size + ALIGNMENT + _LEAST)
+        size = _heap_block_size(num_bytes)
+        block = self._allocate_block(size + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES)
         found = self._sizes[block]
         # The caller's part begins _GRAIN bytes after the start of a block.
-        if (before := -(block + _GRAIN) % ALIGNMENT) > 0:
-            before += ALIGNMENT if before < _LEAST else 0
+        if (before := -(block + _MALLOC_ALIGNMENT) % BLOCK_ALIGNMENT) > 0:
+            before += BLOCK_ALIGNMENT if before < _MIN_BLOCK_BYTES else 0
             self._sizes[block], found = before, found - before
             self._sizes[block + before] = found
             self._free_block(block)
             block += before
-        if found > size + _LEAST:
+        if found > size + _MIN_BLOCK_BYTES:
             self._sizes[block], self._sizes[block + size] = size, found - size
             self._free_block(block + size)
         self._mark_pages_used(block, self._sizes[block])
@@ -146,7 +150,7 @@ class Heap:
 
     def _allocate_block(self, size: int) -> int:
         """Return a block of ``size`` or slightly more: from the smallest hole, or the end."""
-        if size >= _SMALL:
+        if size >= _MIN_LARGE_BYTES:
             self._join_fast_bins()
         at = bisect_left(self._by_size, (size, -1))
         if at == len(self._by_size) and self._fast:
@@ -158,7 +162,7 @@ class Heap:
         else:
             start = self._by_size[at][1]
             rest = self._remove_hole(start) - size
-            if rest < _LEAST:
+            if rest < _MIN_BLOCK_BYTES:
                 size += rest
             else:
                 self._add_hole(start + size, rest)
@@ -168,13 +172,13 @@ class Heap:
     def _free_block(self, block: int) -> None:
         size = self._sizes[block]
         kept = self._kept[size]
-        if size <= _MAX_KEPT and len(kept) < _NUM_KEPT:
+        if size <= _MAX_CACHED_BYTES and len(kept) < _NUM_CACHED_PER_SIZE:
             kept.append(block)
-        elif size <= _FAST:
+        elif size <= _MAX_FAST_BIN_BYTES:
             self._fast.append(block)
         else:
             self._make_hole(block)
-            if size > _JOINING:
+            if size > _CONSOLIDATION_BYTES:
                 self._join_fast_bins()
 
     def _join_fast_bins(self) -> None:
@@ -192,8 +196,8 @@ class Heap:
             self._remove_hole(block)
         if stop == self._end:
             self._end = block
-            if self._trims and block + _UNTRIMMED < len(self._pages) * _PAGE:
-                gone = -(-(block + _UNTRIMMED) // _PAGE)
+            if self._trims and block + _UNTRIMMED_BYTES < len(self._pages) * _PAGE_BYTES:
+                gone = -(-(block + _UNTRIMMED_BYTES) // _PAGE_BYTES)
                 self._num_pages -= self._pages.count(1, gone)
                 del self._pages[gone:]
         else:
@@ -210,8 +214,10 @@ class Heap:
         return size
 
 
-def _size_of(num_bytes: int) -> int:
-    return max(_LEAST, -(-(num_bytes + _HEADER) // _GRAIN) * _GRAIN)
+def _heap_block_size(num_bytes: int) -> int:
+    return max(
+        _MIN_BLOCK_BYTES, -(-(num_bytes + _HEADER_BYTES) // _MALLOC_ALIGNMENT) * _MALLOC_ALIGNMENT
+    )
 
 
 # -- Live fake tensors.
@@ -219,10 +225,10 @@ def _size_of(num_bytes: int) -> int:
 
 # oneDNN caches ONEDNN_CACHE_SIZE kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the
 # buffer it was generated in: 64 pages minus what Xbyak takes (oneDNN 3, measured).
-KERNEL_BYTES = 258376
+ONEDNN_KERNEL_BYTES = 258376
 # One in LEAVING_BLOCKS blocks leaves an object of LEFT_BYTES bytes for the rest of the step: nodes
 # of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
-LEAVING_BLOCKS, LEFT_BYTES = 4, 64
+BLOCKS_PER_LEFTOVER, LEFTOVER_BYTES = 4, 64
 GROUPED_MM = torch.ops.aten._grouped_mm
 MATMULS = {
     GROUPED_MM,
@@ -306,8 +312,8 @@ class TracedMemory(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # a step reads its loss and norm, to report them
         if func is torch.ops.aten.nonzero.default:
-            return self._nonzero(args[0])
-        self._note_matmul(func, args)
+            return self._fake_nonzero(args[0])
+        self._allocate_matmul_kernel(func, args)
         if func is torch.ops.hpc_tune.document_attention.default:
             with self:  # tracks its tiles too
                 return tiled_attention._tiled_forward(*args)
@@ -317,7 +323,7 @@ class TracedMemory(TorchDispatchMode):
                 self._track(leaf.untyped_storage())
         return result
 
-    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+    def _fake_nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         if mask.dim() == 1:
             self._num_hit = mask.numel()
         count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit)
@@ -328,9 +334,9 @@ class TracedMemory(TorchDispatchMode):
     @property
     def kernel_bytes(self) -> int:
         """Bytes of the kernels that oneDNN caches."""
-        return len(self._kernels) * KERNEL_BYTES
+        return len(self._kernels) * ONEDNN_KERNEL_BYTES
 
-    def _note_matmul(self, func: Any, args: Any) -> None:
+    def _allocate_matmul_kernel(self, func: Any, args: Any) -> None:
         """Allocate the kernel that oneDNN generates for a 16-bit matmul that is not in its cache.
 
         A grouped matmul has a kernel for each number of rows of an expert, which differs from layer
@@ -343,12 +349,12 @@ class TracedMemory(TorchDispatchMode):
         if func.overloadpacket is GROUPED_MM:
             for number in range(ONEDNN_CACHE_SIZE - len(self._kernels)):
                 of_number = (*key, number)
-                self._kernels[of_number] = self._heap.allocate(KERNEL_BYTES)
+                self._kernels[of_number] = self._heap.allocate(ONEDNN_KERNEL_BYTES)
             return
         if key not in self._kernels:
             if len(self._kernels) == ONEDNN_CACHE_SIZE:
                 self._heap.free(self._kernels.popitem(last=False)[1])
-            self._kernels[key] = self._heap.allocate(KERNEL_BYTES)
+            self._kernels[key] = self._heap.allocate(ONEDNN_KERNEL_BYTES)
         self._kernels.move_to_end(key)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -370,8 +376,8 @@ class TracedMemory(TorchDispatchMode):
         if num_bytes > 0:
             self._allocate(key, num_bytes)
             self._num_allocated += 1
-            if self._num_allocated % LEAVING_BLOCKS == 0:
-                self._heap.allocate_permanent(LEFT_BYTES)
+            if self._num_allocated % BLOCKS_PER_LEFTOVER == 0:
+                self._heap.allocate_permanent(LEFTOVER_BYTES)
         self._update_peak()
 
     def _allocate(self, key: int, num_bytes: int) -> None:
@@ -383,7 +389,7 @@ class TracedMemory(TorchDispatchMode):
             self._blocks[key] = self._heap.allocate_objects()
 
     def _update_peak(self) -> None:
-        heap = self.live_bytes - self._in_heap + self._heap.resident
+        heap = self.live_bytes - self._in_heap + self._heap.resident_bytes
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
         self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
 
@@ -409,11 +415,11 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 # Shapes: S tokens, H heads, K heads of keys and values, D values per head, N documents.
 
 
-BLOCK = 128  # rows that the kernel leaves free between two documents
+DOCUMENT_GAP_ROWS = 128  # rows that the kernel leaves free between two documents
 
 
 @contextlib.contextmanager
-def simulating_scratch() -> Iterator[None]:
+def simulate_attention_scratch() -> Iterator[None]:
     """Let the fake kernel allocate and free as much as the real one does in its backward pass.
 
     It does so when the gradient of its result arrives: the three gradients, sums in fp32 for each
@@ -425,7 +431,9 @@ def simulating_scratch() -> Iterator[None]:
     def attend(query_SHD: Any, key_SKD: Any, value_SKD: Any, documents: Any, *more: Any) -> Any:
         out_SHD = kernel(query_SHD, key_SKD, value_SKD, documents, *more)
         if out_SHD.requires_grad:
-            num_bytes = scratch_bytes(query_SHD.shape, key_SKD.shape[:2], len(documents[0]) - 1)
+            num_bytes = attention_scratch_bytes(
+                query_SHD.shape, key_SKD.shape[:2], len(documents[0]) - 1
+            )
             out_SHD.register_hook(lambda grad: _allocate_briefly(num_bytes, grad))
         return out_SHD
 
@@ -433,7 +441,9 @@ def simulating_scratch() -> Iterator[None]:
         yield
 
 
-def scratch_bytes(shape_SHD: tuple[int, ...], shape_NK: tuple[int, ...], num_documents: int) -> int:
+def attention_scratch_bytes(
+    shape_SHD: tuple[int, ...], shape_NK: tuple[int, ...], num_documents: int
+) -> int:
     """Return the bytes that the backward pass takes for 16-bit inputs, its results included.
 
     In fp32: (D' + 1) x H for each of S + 128 x documents rows, where D' is D rounded up to a
@@ -443,7 +453,7 @@ def scratch_bytes(shape_SHD: tuple[int, ...], shape_NK: tuple[int, ...], num_doc
     tokens, heads, values = shape_SHD
     multiple = 32 if values <= 128 else 64
     rounded = -(-values // multiple) * multiple
-    sums = 4 * (rounded + 1) * heads * (tokens + BLOCK * num_documents)
+    sums = 4 * (rounded + 1) * heads * (tokens + DOCUMENT_GAP_ROWS * num_documents)
     keys, groups = shape_NK
     each_head = 2 * heads if groups < heads else 0
     return sums + 2 * values * (tokens * heads + keys * (2 * groups + each_head))

@@ -26,7 +26,7 @@ from hpc_tune.probe.links import Link, Links, format_rate, measure_links
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops, measure_matmuls
 from hpc_tune.probe.topology import Topology
 from hpc_tune.units import count_of, format_bytes
-from hpc_tune.world.affinity import reachable_cpus
+from hpc_tune.world.affinity import widest_cpu_mask
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import list_ancestors
 
@@ -34,7 +34,7 @@ from hpc_tune.world.processes import list_ancestors
 
 
 _RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
-_LATENCY_BYTES = 1 << 16  # up to this size latency dominates, and the rate says nothing
+_MAX_LATENCY_BOUND_BYTES = 1 << 16  # up to this size latency dominates, and the rate says nothing
 
 
 def report_dict(
@@ -49,7 +49,7 @@ def report_dict(
 
 
 def doctor_lines(
-    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
+    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], uses_colors: bool
 ) -> list[str]:
     """Return the report as lines for people."""
     lines = _software_lines(ranks[0], len(ranks))
@@ -59,11 +59,11 @@ def doctor_lines(
     marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
     for finding in findings:
         colour, word = marks[finding.level]
-        mark = f"{colour}{word}{_PLAIN}" if colours else word
+        mark = f"{colour}{word}{_PLAIN}" if uses_colors else word
         lines.append(f"{mark}  {finding.text}")
     if not findings:
         text = "no problems found: a run can start"
-        lines.append(f"{_GREEN}{text}{_PLAIN}" if colours else text)
+        lines.append(f"{_GREEN}{text}{_PLAIN}" if uses_colors else text)
     return lines
 
 
@@ -176,7 +176,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         )
     for collective in links.collectives:
         took = f"{collective.seconds * 1e3:.2f} ms"
-        if collective.num_bytes > _LATENCY_BYTES:
+        if collective.num_bytes > _MAX_LATENCY_BOUND_BYTES:
             took += f", bus {format_rate(collective.bytes_per_s)}"
         size = format_bytes(collective.num_bytes)
         lines.append(f"links     {collective.name} of {size}: {took}")
@@ -231,11 +231,11 @@ def run_doctor(
     Raises:
         WorldError: if the ranks cannot connect; the message says what is wrong.
     """
-    cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
+    cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(widest_cpu_mask()))
     check_torchrun_master(os.environ)
-    with _stdout_on_stderr():
+    with _redirect_stdout_to_stderr():
         # GPUs that no rank uses are reported as a finding, with all others.
-        comm = bootstrap(config.run, refuses_unused=False)
+        comm = bootstrap(config.run, refuses_unused_gpus=False)
         configure_logging(comm.world.rank)
         folders = {"run.dir": Path(config.run.dir)}
         if config.data.cache:
@@ -253,8 +253,8 @@ def run_doctor(
         if as_json:
             print(json.dumps(report_dict(ranks, links, findings), indent=1))
         else:
-            colours = is_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
-            print("\n".join(doctor_lines(ranks, links, findings, colours)))
+            uses_colors = is_stdout_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
+            print("\n".join(doctor_lines(ranks, links, findings, uses_colors)))
         sys.stdout.flush()
     shutdown(comm)
     broken = any(finding.level == "error" for finding in findings)
@@ -262,7 +262,7 @@ def run_doctor(
 
 
 @contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
+def _redirect_stdout_to_stderr() -> Iterator[None]:
     """Redirect what libraries print to stdout to stderr, so that stdout has only the report.
 
     In torch 2.9 gloo prints a line for each group of each rank.
@@ -278,7 +278,7 @@ def _stdout_on_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def is_terminal(launcher: str) -> bool:
+def is_stdout_terminal(launcher: str) -> bool:
     """Return whether stdout ends at a terminal.
 
     Open MPI gives each rank a terminal of its own, even if mpirun's own output goes elsewhere.

@@ -20,14 +20,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ExpectedVariable:
-    """A variable and the value that sites set; ``others``: further values that are as good."""
+    """A variable and the value that sites set; ``equivalent_values`` are as good."""
 
     name: str
     value: str
-    others: tuple[str, ...] = ()
+    equivalent_values: tuple[str, ...] = ()
 
 
-_SLINGSHOT = (
+_SLINGSHOT_VARIABLES = (
     ExpectedVariable("NCCL_NET_GDR_LEVEL", "PHB", ("3",)),
     ExpectedVariable("NCCL_CROSS_NIC", "1"),
     ExpectedVariable("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
@@ -36,11 +36,11 @@ _SLINGSHOT = (
     ExpectedVariable("FI_MR_CACHE_MONITOR", "userfaultfd", ("kdreg2",)),
     ExpectedVariable("FI_CXI_DISABLE_HOST_REGISTER", "1"),
 )
-_SLINGSHOT_AMD = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
+_SLINGSHOT_AMD_VARIABLES = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
 PLUGIN_NETWORKS = ("Slingshot", "EFA")
 _LL128_SINCE = (2, 27)  # from this version on, NCCL's tuning chooses LL128 over Slingshot
-VARIABLE_NAMES = (
-    *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
+FABRIC_VARIABLE_NAMES = (
+    *(one.name for one in (*_SLINGSHOT_VARIABLES, *_SLINGSHOT_AMD_VARIABLES)),
     "NCCL_PROTO",
 )
 
@@ -66,7 +66,9 @@ def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: s
     return text
 
 
-def find_deviations(kind: str, library: str, settings: Mapping[str, str]) -> list[ExpectedVariable]:
+def find_deviating_variables(
+    kind: str, library: str, settings: Mapping[str, str]
+) -> list[ExpectedVariable]:
     """Return the variables that sites set and that are unset or different here (pure).
 
     ``kind``: of card, such as Slingshot; ``library``: NCCL or RCCL.
@@ -75,8 +77,8 @@ def find_deviations(kind: str, library: str, settings: Mapping[str, str]) -> lis
         return []
     return [
         one
-        for one in (*_SLINGSHOT, *(_SLINGSHOT_AMD if library == "RCCL" else ()))
-        if settings.get(one.name) not in (one.value, *one.others)
+        for one in (*_SLINGSHOT_VARIABLES, *(_SLINGSHOT_AMD_VARIABLES if library == "RCCL" else ()))
+        if settings.get(one.name) not in (one.value, *one.equivalent_values)
     ]
 
 
@@ -125,14 +127,14 @@ def _allows_ll128(settings: Mapping[str, str]) -> bool:
 # created; without one it silently sends by TCP.
 
 
-_LIBRARY = re.compile(r"lib[nr]ccl\.so[.0-9]*")
-_PLUGIN = re.compile(r"lib[nr]ccl-net[^/]*\.so[.0-9]*")
-_LIBFABRIC = re.compile(r"libfabric\.so[.0-9]*")
-_FOLDERS = ("lib64", "usr/lib64", "lib", "usr/lib", "usr/local/lib")
-_CACHE_ENTRY = re.compile(rb"/[^\0]*/(?:lib[nr]ccl-net[^/\0]*|libfabric)\.so[.0-9]*")
+_NCCL_LIBRARY_NAME = re.compile(r"lib[nr]ccl\.so[.0-9]*")
+_NCCL_PLUGIN_NAME = re.compile(r"lib[nr]ccl-net[^/]*\.so[.0-9]*")
+_LIBFABRIC_NAME = re.compile(r"libfabric\.so[.0-9]*")
+_LIBRARY_FOLDERS = ("lib64", "usr/lib64", "lib", "usr/lib", "usr/local/lib")
+_LD_CACHE_ENTRY = re.compile(rb"/[^\0]*/(?:lib[nr]ccl-net[^/\0]*|libfabric)\.so[.0-9]*")
 NETWORK_VARIABLES = (
     *("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"),
-    *VARIABLE_NAMES,
+    *FABRIC_VARIABLE_NAMES,
 )
 
 
@@ -161,38 +163,39 @@ def read_nccl(
     is_rocm: bool,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
-    ask: Callable[[str], str] | None = None,
+    version_reader: Callable[[str], str] | None = None,
 ) -> NcclLibrary:
     """Return what is loaded now; the plugin is loaded only once a communicator has been created.
 
-    ``root``: the root of the file system to read; ``ask`` returns the version of a library.
+    ``root``: the root of the file system to read; ``version_reader`` returns the version of a
+    library.
     """
     loaded = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
-    libraries = tuple(path for path in loaded if _LIBRARY.fullmatch(Path(path).name))
+    libraries = tuple(path for path in loaded if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name))
     found = [*loaded, *_findable_libraries(environ, root)]
     return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",
-        version=((ask or read_version)(libraries[0]) if libraries else "") or built,
+        version=((version_reader or read_nccl_version)(libraries[0]) if libraries else "") or built,
         built=built,
         libraries=libraries,
-        plugin=_first_match(_PLUGIN, loaded),
+        plugin=_first_match(_NCCL_PLUGIN_NAME, loaded),
         plugin_file=_first_match(_plugin_pattern(environ.get("NCCL_NET_PLUGIN", "")), found),
-        libfabric=_first_match(_LIBFABRIC, found),
+        libfabric=_first_match(_LIBFABRIC_NAME, found),
         settings={name: environ[name] for name in NETWORK_VARIABLES if environ.get(name)},
     )
 
 
-def read_version(library: str) -> str:
+def read_nccl_version(library: str) -> str:
     """Return the version that a loaded library reports; torch reports that of its headers."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
         return ""
-    return "" if failed else format_version(number.value)
+    return "" if failed else format_nccl_version(number.value)
 
 
-def format_version(number: int) -> str:
+def format_nccl_version(number: int) -> str:
     """Format NCCL's version number: 22705 is 2.27.5; before 2.9, 2804 was 2.8.4 (pure)."""
     major, rest = divmod(number, 10000 if number >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
@@ -229,8 +232,8 @@ def _findable_libraries(environ: Mapping[str, str], root: Path) -> Iterator[str]
         cache = (root / "etc" / "ld.so.cache").read_bytes()
     except OSError:
         cache = b""
-    yield from (match.decode(errors="replace") for match in _CACHE_ENTRY.findall(cache))
-    yield from _libraries_in([root / folder for folder in _FOLDERS])
+    yield from (match.decode(errors="replace") for match in _LD_CACHE_ENTRY.findall(cache))
+    yield from _libraries_in([root / folder for folder in _LIBRARY_FOLDERS])
 
 
 def _libraries_in(folders: list[Path]) -> Iterator[str]:
@@ -240,5 +243,5 @@ def _libraries_in(folders: list[Path]) -> Iterator[str]:
         except OSError:
             continue
         for name in names:
-            if _PLUGIN.fullmatch(name) or _LIBFABRIC.fullmatch(name):
+            if _NCCL_PLUGIN_NAME.fullmatch(name) or _LIBFABRIC_NAME.fullmatch(name):
                 yield str(folder / name)

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.cluster.unused_gpus import UnusedGpus
-from hpc_tune.memory.host import find_limit, used_bytes
+from hpc_tune.memory.host import find_host_limit, used_bytes
 from hpc_tune.packages import hidden_torch_warning, is_installed
 from hpc_tune.probe import software
 from hpc_tune.probe.fabric import NcclLibrary, read_nccl
 from hpc_tune.probe.matmuls import MatmulResult
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
-from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
+from hpc_tune.world.affinity import SYS, pci_device_path, read_numa_node
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import NEWER_ATTENTION, find_architecture, pci_address, why_gpus_unused
+from hpc_tune.world.device import (
+    FLASH_ATTENTION_PACKAGES,
+    find_architecture,
+    pci_address,
+    why_gpus_unused,
+)
 from hpc_tune.world.processes import read_file_limit
 
-WRITTEN_BYTES = 16 << 20
+DISK_TEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class RankFacts:
 class LaunchCores:
     """The CPUs of a rank before it takes its share: those given, and how many it could have."""
 
-    given: tuple[int, ...]
+    given_cpus: tuple[int, ...]
     num_reachable: int
 
 
@@ -112,7 +117,7 @@ def collect_facts(
 
     comm.barrier("all ranks to compare their clocks", liveness.START_LIMIT_S)
     clock_s = time.time()
-    world, limit = comm.world, find_limit(host_limit)
+    world, limit = comm.world, find_host_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     name, uuid, device_bytes, place = _describe_device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
@@ -124,7 +129,7 @@ def collect_facts(
         local_rank=world.local_rank,
         hostname=world.hostname,
         launcher=world.launcher,
-        cpus=cores.given,
+        cpus=cores.given_cpus,
         num_reachable=cores.num_reachable,
         numa_nodes=tuple(sorted({n for cpu in taken if (n := _cpu_numa_node(cpu)) is not None})),
         threads=comm.threads,
@@ -132,12 +137,12 @@ def collect_facts(
         device=name,
         device_uuid=uuid,
         device_bytes=device_bytes,
-        device_numa=read_numa_node(pci_path(SYS, place)) if on_gpu else None,
+        device_numa=read_numa_node(pci_device_path(SYS, place)) if on_gpu else None,
         versions=software.package_versions(),
         mpi=software.mpi_library(),
         cuda=torch.version.cuda or "",
         nccl=library.version if library else "",
-        compiled=software.find_compiled_ops(on_gpu),
+        compiled=software.find_compiled_deepspeed_ops(on_gpu),
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,
         host_used_bytes=used_bytes(limit),
@@ -159,7 +164,7 @@ def collect_facts(
 
 
 def measure_folder(role: str, path: Path) -> FolderFacts:
-    """Time writing WRITTEN_BYTES to a temporary file in the folder, fsync included."""
+    """Time writing DISK_TEST_BYTES to a temporary file in the folder, fsync included."""
     parent = path
     while not parent.exists():  # a folder that a run creates need not exist yet
         parent = parent.parent
@@ -167,7 +172,7 @@ def measure_folder(role: str, path: Path) -> FolderFacts:
     try:
         began_s = time.monotonic()
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".hpc_tune-doctor-") as file:
-            for _ in range(WRITTEN_BYTES // len(data)):
+            for _ in range(DISK_TEST_BYTES // len(data)):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -175,7 +180,7 @@ def measure_folder(role: str, path: Path) -> FolderFacts:
         stat = os.statvfs(parent)
     except OSError as error:
         return FolderFacts(role, str(path), error=error.strerror or str(error))
-    return FolderFacts(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
+    return FolderFacts(role, str(path), stat.f_bavail * stat.f_frsize, DISK_TEST_BYTES / took_s)
 
 
 def _describe_device(comm: Comm) -> tuple[str, str, int, str]:
@@ -190,10 +195,10 @@ def _describe_device(comm: Comm) -> tuple[str, str, int, str]:
 
 def _missing_attention_package(comm: Comm) -> str:
     architecture = find_architecture(comm.device)
-    known = architecture.newer_attention if architecture else ()
-    if not known or any(is_installed(NEWER_ATTENTION[name][0]) for name in known):
+    known = architecture.flash_attention_versions if architecture else ()
+    if not known or any(is_installed(FLASH_ATTENTION_PACKAGES[name][0]) for name in known):
         return ""
-    return NEWER_ATTENTION[known[0]][1]
+    return FLASH_ATTENTION_PACKAGES[known[0]][1]
 
 
 def find_nccl() -> NcclLibrary:

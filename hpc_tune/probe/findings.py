@@ -18,15 +18,15 @@ from hpc_tune.units import count_of, format_bytes, format_seconds, list_some
 from hpc_tune.world.processes import files_needed
 
 # Per rank: NCCL's and MPI's segments.
-SHM_BYTES = 32 << 20
+SHM_BYTES_PER_RANK = 32 << 20
 # RDMA locks the memory it sends from; without a network card or a GPU only little is locked.
-LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
-DISK_BYTES = 1 << 30
-_SLOW_DISK = 20e6
+RDMA_LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
+MIN_FREE_DISK_BYTES = 1 << 30
+_SLOW_DISK_BYTES_PER_S = 20e6
 # Clocks synchronized over a network differ by milliseconds; file systems store time in seconds.
-_CLOCKS_APART_S = 2.0
+_MAX_CLOCK_OFFSET_S = 2.0
 # Fraction of the median speed of the same model. Other processes of a node take CPU time.
-_SLOW_GPU, _SLOW_CPU = 0.9, 0.5
+_SLOW_GPU_SHARE, _SLOW_CPU_SHARE = 0.9, 0.5
 # Below a card's rate divided by this, messages go by TCP: RDMA comes close to the rate.
 _TCP_RATE_DIVISOR = 3
 _DISABLING_VALUES = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
@@ -97,7 +97,7 @@ def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         first, topology = here[0], here[0].topology
         gpus = topology.gpus if topology else ()
         if first.unused is not None:
-            yield Finding("error" if first.unused.is_refused else "warning", first.unused.text)
+            yield Finding("error" if first.unused.is_error else "warning", first.unused.text)
         most = max((gpu.nvlinks for gpu in gpus), default=0)
         weak = [f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
@@ -140,7 +140,8 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 "error", f"{who} computes wrongly: {_describe_wrong_products(found)}. {leave}"
             )
         rates = alike.get((found.model, found.dtype), [])
-        usual, least = median_high(rates or [0.0]), _SLOW_GPU if rank.device_bytes else _SLOW_CPU
+        usual = median_high(rates or [0.0])
+        least = _SLOW_GPU_SHARE if rank.device_bytes else _SLOW_CPU_SHARE
         if rank.node in shared and not rank.device_bytes or found.flops_per_s >= least * usual:
             continue
         state = describe_gpu_state(found)
@@ -236,7 +237,7 @@ def _check_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _group_by_node(ranks):
         host, first = here[0].hostname, here[0]
         has_cards = bool(first.topology and first.topology.cards)
-        needs = LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
+        needs = RDMA_LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
         if first.memlock_bytes is not None and first.memlock_bytes < needs:
             breaks = has_cards and num_nodes > 1
             yield Finding(
@@ -252,13 +253,13 @@ def _check_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"about {files}; runs raise the soft limit to the hard one, and that is too low: "
                 f"ulimit -Hn {max(files, 4096)} before the launcher, or ask the administrators",
             )
-        if first.shm_free_bytes < SHM_BYTES * len(here):
+        if first.shm_free_bytes < SHM_BYTES_PER_RANK * len(here):
             yield Finding(
                 "error",
                 f"{host}: /dev/shm has {format_bytes(first.shm_free_bytes)} of "
                 f"{format_bytes(first.shm_bytes)} free, {len(here)} ranks need "
-                f"{format_bytes(SHM_BYTES * len(here))}: remove what earlier jobs left there, or "
-                "give the container more (--shm-size)",
+                f"{format_bytes(SHM_BYTES_PER_RANK * len(here))}: remove what earlier jobs left "
+                "there, or give the container more (--shm-size)",
             )
 
 
@@ -280,11 +281,11 @@ def _check_folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             where = f"{folder.role} {folder.path} on {rank.hostname}"
             if folder.error:
                 yield Finding("error", f"{where} cannot be written: {folder.error}")
-            elif folder.free_bytes < DISK_BYTES:
+            elif folder.free_bytes < MIN_FREE_DISK_BYTES:
                 yield Finding(
                     "warning", f"{where} has {format_bytes(folder.free_bytes)} left on its disk"
                 )
-            elif folder.bytes_per_s < _SLOW_DISK:
+            elif folder.bytes_per_s < _SLOW_DISK_BYTES_PER_S:
                 yield Finding(
                     "warning", f"{where} is slow: {format_rate(folder.bytes_per_s)} written"
                 )
@@ -302,7 +303,7 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"{rank.library.name} is loaded twice ({', '.join(files)}): take one out of "
                 "LD_PRELOAD or LD_LIBRARY_PATH"
             ].append(rank.hostname)
-        elif _minor_version(version) < _minor_version(built):
+        elif _major_and_minor(version) < _major_and_minor(built):
             hosts[
                 f"torch is built for {rank.library.name} {built}, and {version} is loaded from "
                 f"{', '.join(files)}: functions that it lacks fail when called. Take it out of "
@@ -319,7 +320,7 @@ def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     others = "the other node's" if len(told) == 2 else "the others'"
     for host, clock_s in told:
         apart_s = clock_s - usual_s
-        if abs(apart_s) > _CLOCKS_APART_S:
+        if abs(apart_s) > _MAX_CLOCK_OFFSET_S:
             yield Finding(
                 "warning",
                 f"{host}: its clock is {format_seconds(abs(apart_s))} "
@@ -356,7 +357,7 @@ def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding
     if len(_group_by_node(ranks)) == 1 or not ranks[0].nccl:
         return
     name, kind, gbits = _fastest_card(ranks)
-    reason = _missing_plugin(ranks)
+    reason = _describe_missing_plugin(ranks)
     if across and 8 * max(across) < gbits * 1e9 / _TCP_RATE_DIVISOR:
         yield Finding(
             "warning",
@@ -381,7 +382,7 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             kind, library.name, library.version, library.settings
         ):
             hosts[found].append(rank.hostname)
-        if unlike := fabric.find_deviations(kind, library.name, library.settings):
+        if unlike := fabric.find_deviating_variables(kind, library.name, library.settings):
             settings = library.settings
             here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]
             text = f"{kind} sites set variables that are {'different' if here else 'unset'} here"
@@ -413,7 +414,7 @@ def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
     return name, "Ethernet", first.ethernet.get(name, 0) / 1000 if first else 0.0
 
 
-def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
+def _describe_missing_plugin(ranks: Sequence[RankFacts]) -> str:
     """Describe which nodes lack the plugin that their network needs, and why; "" if none do."""
     lacking = [
         (rank.hostname, card.kind, rank.library)
@@ -466,7 +467,7 @@ def _disabling_setting(library: NcclLibrary, *names: str) -> str:
     )
 
 
-def _minor_version(version: str) -> tuple[int, ...]:
+def _major_and_minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 

@@ -28,7 +28,7 @@ _THROTTLE_REASONS = {
     0x100: "clocks of the display",
 }
 # hwmon's files and the divisors of their numbers. Only one of the two power files exists.
-_HWMON = (
+_HWMON_FILES = (
     ("sm_mhz", "freq1_input", 1e6),
     ("celsius", "temp1_input", 1e3),
     ("watts", "power1_average", 1e6),
@@ -82,18 +82,18 @@ def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState
 
 
 def _read_driver(nvml: Any, handle: Any) -> GpuState:
-    def asked(ask: Callable[..., Any], *about: Any, unit: float = 1.0) -> float | None:
+    def query(ask: Callable[..., Any], *about: Any, unit: float = 1.0) -> float | None:
         try:
             return float(ask(handle, *about)) / unit
         except nvml.NVMLError:
             return None
 
-    reasons = int(asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0)
+    reasons = int(query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0)
     return GpuState(
-        sm_mhz=asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-        celsius=asked(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-        watts=asked(nvml.nvmlDeviceGetPowerUsage, unit=1e3),
-        limit_watts=asked(nvml.nvmlDeviceGetEnforcedPowerLimit, unit=1e3),
+        sm_mhz=query(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+        celsius=query(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        watts=query(nvml.nvmlDeviceGetPowerUsage, unit=1e3),
+        limit_watts=query(nvml.nvmlDeviceGetEnforcedPowerLimit, unit=1e3),
         held_back=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
     )
 
@@ -103,7 +103,7 @@ def _read_kernel(folder: Path) -> GpuState:
 
 
 def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
-    for name, file, unit in _HWMON:
+    for name, file, unit in _HWMON_FILES:
         try:
             yield name, int((folder / file).read_text()) / unit
         except (OSError, ValueError):
@@ -166,11 +166,13 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
 
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
 # RAPL's counters wrap around after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
-READ_EVERY_S = 30.0
-MAX_W = 1000.0  # more than a package draws: a larger difference of two readings is not trusted
+READ_COUNTERS_EVERY_S = 30.0
+MAX_PACKAGE_WATTS = (
+    1000.0  # more than a package draws: a larger difference of two readings is not trusted
+)
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
-_BACKWARDS = "its counter went backwards"
+_WENT_BACKWARDS = "its counter went backwards"
 _MISSED_WRAP = "its counter may have wrapped around unnoticed"
 _STOOD_STILL = "its counter stood still"
 
@@ -211,14 +213,14 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
     spent_j = now_j - before_j
     if counter.wrap_j is None:
         if spent_j < 0:
-            raise ValueError(_BACKWARDS)
+            raise ValueError(_WENT_BACKWARDS)
         return spent_j
-    if gap_s * MAX_W > counter.wrap_j:
+    if gap_s * MAX_PACKAGE_WATTS > counter.wrap_j:
         raise ValueError(_MISSED_WRAP)
     if spent_j < 0:
         spent_j += counter.wrap_j
-    if not 0 <= spent_j <= MAX_W * (gap_s + 1.0):
-        raise ValueError(_BACKWARDS)
+    if not 0 <= spent_j <= MAX_PACKAGE_WATTS * (gap_s + 1.0):
+        raise ValueError(_WENT_BACKWARDS)
     return spent_j
 
 
@@ -257,45 +259,45 @@ class EnergyMeter:
 
     counters: Sequence[EnergyCounter]
     clock: Callable[[], float] = time.monotonic
-    _accounts: list[_CounterTotal] = field(default_factory=list)
-    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _counter_totals: list[_CounterTotal] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _has_ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._accounts = [_CounterTotal(counter) for counter in self.counters]
+        self._counter_totals = [_CounterTotal(counter) for counter in self.counters]
         self.read()
-        if any(a.counter.wrap_j is not None and not a.why for a in self._accounts):
+        if any(a.counter.wrap_j is not None and not a.why for a in self._counter_totals):
             threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
 
     def read(self) -> None:
         """Read all counters."""
-        with self._reading:
-            for account in self._accounts:
+        with self._lock:
+            for account in self._counter_totals:
                 account.read(self.clock())
 
     def end(self) -> dict[str, PartEnergy]:
         """Read a last time and return the energy of each part of the node."""
         self._has_ended.set()
         self.read()
-        with self._reading:
-            for account in self._accounts:
+        with self._lock:
+            for account in self._counter_totals:
                 if not account.why and account.joules == 0:
                     account.why = _STOOD_STILL
-        parts = dict.fromkeys(account.counter.part for account in self._accounts)
+        parts = dict.fromkeys(account.counter.part for account in self._counter_totals)
         return {part: self._part_energy(part) for part in parts}
 
     def _part_energy(self, part: str) -> PartEnergy:
-        accounts = [account for account in self._accounts if account.counter.part == part]
+        accounts = [account for account in self._counter_totals if account.counter.part == part]
         known = [account.joules for account in accounts if not account.why]
         why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
         return PartEnergy(sum(known), len(known), len(accounts), why)
 
     def _keep_reading(self) -> None:
-        while not self._has_ended.wait(READ_EVERY_S):
+        while not self._has_ended.wait(READ_COUNTERS_EVERY_S):
             self.read()
 
 
-def find_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter]:
+def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter]:
     """Return the counters of this node and of ``gpus``, given by their PCI addresses.
 
     ``folder`` is where the kernel shows its devices.

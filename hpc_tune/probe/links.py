@@ -18,10 +18,10 @@ from hpc_tune.world.comm import Comm
 if TYPE_CHECKING:
     import torch
 
-SMALL_BYTES, FIRST_BYTES, MAX_BYTES = 8, 1 << 18, 1 << 26
-_LONG_ENOUGH_S = 0.03  # a message that takes this long is no longer dominated by latency
+SMALL_MESSAGE_BYTES, FIRST_LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 1 << 18, 1 << 26
+_MIN_LARGE_MESSAGE_S = 0.03  # a message that takes this long is no longer dominated by latency
 _EXCHANGE_S = 0.25
-_PINGS = 20
+_NUM_PINGS = 20
 _SLOW_FACTOR = 4.0  # a link is an outlier below a quarter of the fastest of its kind
 
 
@@ -103,7 +103,7 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
             continue
         for pair in round_:
             if comm.world.rank in pair:
-                figures = _ping_pong(comm, pair)
+                figures = _measure_pair(comm, pair)
                 if comm.world.rank == pair[0]:
                     measured.append(Link(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
     everyones = [pair for pairs in comm.gather(measured) for pair in pairs]
@@ -190,12 +190,12 @@ def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
     alone = [pair.bytes_per_s for pair in pairs if both and pair.ranks == both[0]]
     if len(both) < 2 or not alone:
         return 1.0
-    own = [_ping_pong(comm, pair)[1] for pair in both if comm.world.rank in pair]
+    own = [_measure_pair(comm, pair)[1] for pair in both if comm.world.rank in pair]
     rates = comm.gather(own[0] if own else 0.0)
     return max(1.0, sum(rates[rank] for rank, _ in both) / alone[0])
 
 
-def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
+def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
     """Return latency in seconds, bytes per second, and the same while both send.
 
     Both ranks call it. The first one decides the size of the large message, which grows until it
@@ -207,19 +207,19 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
     first = comm.world.rank == pair[0]
     other = pair[1] if first else pair[0]
     bytes_of = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
-    small = bytes_of(SMALL_BYTES)
+    small = bytes_of(SMALL_MESSAGE_BYTES)
     _round_trip_s(small, other, first, comm)  # NCCL connects at the first message
-    times = [_round_trip_s(small, other, first, comm) for _ in range(_PINGS)]
+    times = [_round_trip_s(small, other, first, comm) for _ in range(_NUM_PINGS)]
     latency_s = statistics.median(times) / 2
-    num_bytes, seconds = FIRST_BYTES, 0.0
+    num_bytes, seconds = FIRST_LARGE_MESSAGE_BYTES, 0.0
     while True:
         large = bytes_of(num_bytes)
         _round_trip_s(large, other, first, comm)
         seconds = min(_round_trip_s(large, other, first, comm) for _ in range(2)) / 2
-        is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MAX_BYTES
+        is_last = seconds >= _MIN_LARGE_MESSAGE_S or num_bytes >= MAX_MESSAGE_BYTES
         # Queues fill for a while before data delays the acknowledgments of the other direction.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
-        agreed = torch.tensor([min(both, MAX_BYTES)], device=comm.device)
+        agreed = torch.tensor([min(both, MAX_MESSAGE_BYTES)], device=comm.device)
         dist.send(agreed, other) if first else dist.recv(agreed, other)
         if both := int(agreed):
             break
@@ -256,16 +256,17 @@ def _time_collectives(comm: Comm) -> Iterator[CollectiveTime]:
     """Time each operation with a small message, and with one not dominated by latency."""
     size = comm.world.size
     for name, share in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 1.0)):
-        num_bytes = SMALL_BYTES * size
+        num_bytes = SMALL_MESSAGE_BYTES * size
         while True:
             seconds = _time_collective(name, num_bytes // 4 // size * size, comm)
-            is_small, is_last = num_bytes < FIRST_BYTES, seconds > _LONG_ENOUGH_S
-            if is_small or is_last or num_bytes >= MAX_BYTES:
+            is_small = num_bytes < FIRST_LARGE_MESSAGE_BYTES
+            is_last = seconds > _MIN_LARGE_MESSAGE_S
+            if is_small or is_last or num_bytes >= MAX_MESSAGE_BYTES:
                 bus = share * (size - 1) / size * num_bytes / seconds
                 yield CollectiveTime(name, num_bytes, seconds, bus)
-            if not is_small and (is_last or num_bytes >= MAX_BYTES):
+            if not is_small and (is_last or num_bytes >= MAX_MESSAGE_BYTES):
                 break
-            num_bytes = FIRST_BYTES if is_small else 4 * num_bytes
+            num_bytes = FIRST_LARGE_MESSAGE_BYTES if is_small else 4 * num_bytes
 
 
 def _time_collective(name: str, num_values: int, comm: Comm) -> float:

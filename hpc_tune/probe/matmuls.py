@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     Mark = float | torch.cuda.Event
 
 
-GPU_S, CPU_S = 2.0, 0.5
+GPU_TEST_S, CPU_TEST_S = 2.0, 0.5
 # On a GPU in bf16: 4 matrices of 128 MiB, and 1.5 ms per matmul on an H100.
 _GPU_SIZE, _CPU_SIZE = 8192, 768
-_GPU_EXACT, _CPU_EXACT = 2048, 256
+_GPU_EXACT_SIZE, _CPU_EXACT_SIZE = 2048, 256
 _BATCH_S, _MAX_IN_BATCH = 0.05, 200
-_WARM_UPS = 3
-_SUM = 5  # of s.t in ``exact_matrices``
+_NUM_WARM_UPS = 3
+_EXACT_DOT_PRODUCT = 5  # of s.t in ``exact_matrices``
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def measure_matmuls(
     if seconds == 0:
         return None
     on_gpu = comm.device.type == "cuda"
-    seconds = seconds or (GPU_S if on_gpu else CPU_S)
+    seconds = seconds or (GPU_TEST_S if on_gpu else CPU_TEST_S)
     state, model = _gpu_reader_and_model(comm.device) if on_gpu else (lambda: None, _cpu_model())
     found, work = MatmulResult(model=model), None
     who = comm.world.label
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
     # A CUDA error, such as too little memory, is a finding; the other ranks continue.
-    with _single_threaded(on_gpu), time_limit("a matrix multiplication", *limits):
+    with _single_threaded_on_cpu(on_gpu), time_limit("a matrix multiplication", *limits):
         try:
             work = MatmulWork(comm.device, multiply)
             work.warm_up()
@@ -96,7 +96,7 @@ def measure_matmuls(
     comm.barrier("all ranks to multiply matrices", liveness.START_LIMIT_S)
     if work is None or found.error:
         return found
-    with _single_threaded(on_gpu), time_limit("matrix multiplications", *limits):
+    with _single_threaded_on_cpu(on_gpu), time_limit("matrix multiplications", *limits):
         try:
             return replace(time_matmuls(work, seconds, state), model=model)
         except RuntimeError as error:
@@ -104,7 +104,7 @@ def measure_matmuls(
 
 
 @contextlib.contextmanager
-def _single_threaded(on_gpu: bool) -> Iterator[None]:
+def _single_threaded_on_cpu(on_gpu: bool) -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()
@@ -124,13 +124,13 @@ class MatmulWork:
 
         self.multiply = multiply or torch.mm
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.dtype, repeats = _dtype_of(device)
+        self.dtype, repeats = _dtype_and_determinism(device)
         self.size = _GPU_SIZE if self.on_gpu else _CPU_SIZE
         options: dict[str, Any] = {"dtype": self.dtype, "device": device}
         self._left, self._right = (torch.randn(self.size, self.size, **options) for _ in range(2))
         self._out = torch.empty_like(self._left)
         self._first = torch.empty_like(self._left) if repeats else None
-        self._exact = exact_matrices(_GPU_EXACT if self.on_gpu else _CPU_EXACT, **options)
+        self._exact = exact_matrices(_GPU_EXACT_SIZE if self.on_gpu else _CPU_EXACT_SIZE, **options)
         self._exact_out = torch.empty_like(self._exact[-1])
         self._wrong = torch.zeros(2, dtype=torch.int64, device=device)
         self._in_batch = 1
@@ -139,7 +139,7 @@ class MatmulWork:
         """Load the kernels, keep the first result, and choose the number of matmuls of a batch."""
         self._compare_output()
         marks = [self._record_event()]
-        for _ in range(_WARM_UPS):
+        for _ in range(_NUM_WARM_UPS):
             self.multiply(self._left, self._right, out=self._out)
             marks.append(self._record_event())
         self.wait(marks[-1])
@@ -165,7 +165,7 @@ class MatmulWork:
 
     def seconds_of(self, marks: "Sequence[Mark]") -> list[float]:
         """Return the seconds of each matmul of a finished batch."""
-        return [_between_s(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
+        return [_seconds_between(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
 
     def count_wrong(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""
@@ -239,9 +239,9 @@ def exact_matrices(
 
     s, t = (integers(15, size // 2).view(-1, 1, 32) for _ in range(2))
     s, t = torch.cat([s, s], 1).flatten(), torch.cat([t, -t], 1).flatten()
-    s[31], s[63], t[31], t[63] = 1, 1, 2, _SUM - 2
+    s[31], s[63], t[31], t[63] = 1, 1, 2, _EXACT_DOT_PRODUCT - 2
     u, v = integers(3, size), integers(3, size)
-    matrices = (torch.outer(u, s), torch.outer(t, v), _SUM * torch.outer(u, v))
+    matrices = (torch.outer(u, s), torch.outer(t, v), _EXACT_DOT_PRODUCT * torch.outer(u, v))
     left, right, product = (matrix.to(device=device, dtype=dtype) for matrix in matrices)
     return left, right, product
 
@@ -273,7 +273,7 @@ def describe_gpu_state(found: MatmulResult) -> str:
     return ", ".join(parts)
 
 
-def _between_s(mark: "Mark", later: "Mark") -> float:
+def _seconds_between(mark: "Mark", later: "Mark") -> float:
     if isinstance(mark, float):
         assert isinstance(later, float), "marks of two devices"
         return later - mark
@@ -281,7 +281,7 @@ def _between_s(mark: "Mark", later: "Mark") -> float:
     return mark.elapsed_time(later) / 1e3
 
 
-def _dtype_of(device: "torch.device") -> "tuple[torch.dtype, bool]":
+def _dtype_and_determinism(device: "torch.device") -> "tuple[torch.dtype, bool]":
     """Return the dtype that a device computes in, and whether its matmuls are deterministic."""
     import torch
 

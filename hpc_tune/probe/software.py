@@ -19,7 +19,7 @@ from hpc_tune.probe.topology import amd_driver, amd_gpus
 from hpc_tune.world.affinity import SYS
 
 _COMMAND_LIMIT_S = 10.0
-PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
+REPORTED_PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CompiledOps:
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
     installed = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in REPORTED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
     return installed
@@ -89,7 +89,7 @@ def mpi_library() -> str:
     return " ".join(first.split())
 
 
-def find_compiled_ops(for_gpu: bool) -> CompiledOps | None:
+def find_compiled_deepspeed_ops(for_gpu: bool) -> CompiledOps | None:
     """Return DeepSpeed's compiled ops, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec("deepspeed")

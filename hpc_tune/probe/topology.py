@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.files import raise_if_out_of_files
-from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
+from hpc_tune.world.affinity import SYS, pci_device_path, read_numa_node
 
 # -- AMD's GPUs of a node and the links between them, as the kernel's compute driver shows them.
 #
@@ -24,7 +24,7 @@ from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 # such as a die of an MI250X, is a separate node.
 
 
-_XGMI = "11"  # the type of a link between GPUs (CRAT_IOLINK_TYPE_XGMI); 2 is PCIe
+_XGMI_LINK_TYPE = "11"  # the type of a link between GPUs (CRAT_IOLINK_TYPE_XGMI); 2 is PCIe
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
         links = [
             _read_properties(link / "properties") for link in _list_numbered(node / "io_links")
         ]
-        linked = [int(link["node_to"]) for link in links if link.get("type") == _XGMI]
+        linked = [int(link["node_to"]) for link in links if link.get("type") == _XGMI_LINK_TYPE]
         found.append(
             AmdGpu(
                 node=int(node.name),
@@ -105,9 +105,9 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-_CARDS = ("infiniband", "cxi")  # cxi: HPE Slingshot
+_CARD_CLASSES = ("infiniband", "cxi")  # cxi: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
-_LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+_PCI_PATH_LABELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 NO_NVML = "nvidia-ml-py is not installed"
 
@@ -170,9 +170,9 @@ def read_topology(folder: Path = SYS) -> Topology:
     devices.
     """
     told = _amd_topology(folder) or _nvidia_topology(folder)
-    devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
-    cards = tuple(find_cards(folder, devices))
-    return replace(told, cards=cards, ethernet=_ethernet_speeds(folder))
+    devices = [pci_device_path(folder, gpu.place) for gpu in told.gpus]
+    cards = tuple(find_network_cards(folder, devices))
+    return replace(told, cards=cards, ethernet=_ethernet_speeds_mbps(folder))
 
 
 def _amd_topology(folder: Path) -> Topology | None:
@@ -278,20 +278,20 @@ def _link_path(nvml: Any, gpu: Any, other: Any) -> str:
         if status == nvml.NVML_P2P_STATUS_OK:
             return "NVLink"
     with contextlib.suppress(nvml.NVMLError):
-        return _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(gpu, other), "?")
+        return _PCI_PATH_LABELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(gpu, other), "?")
     return "?"
 
 
-def find_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[NetworkCard]:
+def find_network_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[NetworkCard]:
     """Yield the cards of fast networks; ``gpus``: device paths of the GPUs for ``near``."""
-    for group in _CARDS:
+    for group in _CARD_CLASSES:
         for card in _list_folder(folder / "class" / group):
             device = (card / "device").resolve()
             near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
             state, rate = _best_port(card / "ports")
             if group == "cxi":  # the kernel shows the rate at its Ethernet interface, hsn0
                 sides = [net.name for net in _list_folder(device / "net")]
-                speeds = [_interface_speed(folder, name) for name in sides]
+                speeds = [_interface_speed_mbps(folder, name) for name in sides]
                 rate = f"{max(speeds, default=0) // 1000 or 200} Gb/sec"
             yield NetworkCard(
                 card.name, state, rate, read_numa_node(device), near, _card_kind(group, card)
@@ -319,15 +319,15 @@ def _best_port(ports: Path) -> tuple[str, str]:
     return next((one for one in found if one[0] == "ACTIVE"), found[0] if found else ("", ""))
 
 
-def _ethernet_speeds(folder: Path) -> dict[str, int]:
+def _ethernet_speeds_mbps(folder: Path) -> dict[str, int]:
     """Return the Mb/s of each network interface that is a device and up."""
     names = [
         net.name for net in _list_folder(folder / "class" / "net") if (net / "device").exists()
     ]
-    return {name: speed for name in names if (speed := _interface_speed(folder, name)) > 0}
+    return {name: speed for name in names if (speed := _interface_speed_mbps(folder, name)) > 0}
 
 
-def _interface_speed(folder: Path, interface: str) -> int:
+def _interface_speed_mbps(folder: Path, interface: str) -> int:
     with contextlib.suppress(ValueError):
         return int(_read_text(folder / "class" / "net" / interface / "speed"))
     return 0

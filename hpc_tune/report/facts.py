@@ -16,7 +16,16 @@ from hpc_tune.units import count_of, format_bytes, format_count, format_seconds,
 # -- The starts of a run: when each ran, on what, how it ended; and starts that were refused.
 
 
-START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", "ran", "ended")
+START_TABLE_HEADERS = (
+    "start",
+    "began",
+    "after a wait of",
+    "ranks",
+    "layout",
+    "steps",
+    "ran",
+    "ended",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def list_starts(run: Run) -> list[Start]:
 def _group_by_segment(run: Run, rows: Iterable[Record]) -> list[list[Record]]:
     found: list[list[Record]] = [[] for _ in run.segments]
     for row in rows:
-        if (place := run.place_of(row.get("time", -1.0))) >= 0:
+        if (place := run.start_index_at(row.get("time", -1.0))) >= 0:
             found[place].append(row)
     return found
 
@@ -103,7 +112,7 @@ def list_refused_starts(run: Run) -> list[Record]:
     return [
         stop
         for stop in run.events_of_kind("stop")
-        if (place := run.place_of(stop["time"])) < 0
+        if (place := run.start_index_at(stop["time"])) < 0
         or stop.get("began_s", 0.0) > segments[place].begin_s
     ]
 
@@ -192,7 +201,7 @@ def find_adapter(run: Run) -> str:
     return str(folder) if run.state == "done" and folder.is_dir() else ""
 
 
-def start_command(run: Run) -> str:
+def rerun_command(run: Run) -> str:
     """Return the command that repeats the newest start, or "" if it is unknown."""
     start = run.start
     words = shlex.join(map(str, start.get("command", [])))
@@ -221,7 +230,7 @@ def advise_next(run: Run) -> str:
     return "run the same command: it resumes from the newest checkpoint"
 
 
-def main_figures(run: Run) -> dict[str, str]:
+def key_numbers(run: Run) -> dict[str, str]:
     """Return the main figures of a run as text, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""

@@ -20,13 +20,12 @@ from hpc_tune.units import count_of, format_count, format_seconds
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
-POINTS, DOTS = 300, 40  # points per curve; a line with more points has no dots
-_MARKS = 120  # per axis: closer marks could not be distinguished
-STEP = "optimizer step"
-SIZE = (7.2, 3.6)  # inches
+MAX_CURVE_POINTS, MAX_DOTTED_POINTS = 300, 40  # of a curve, and of one that shows its dots
+_MAX_MARKS_PER_AXIS = 120  # per axis: closer marks could not be distinguished
+STEP_AXIS_LABEL, FIGURE_SIZE_INCHES = "optimizer step", (7.2, 3.6)
 _LEGEND_SIZE = 8.5  # points
 Points = tuple[list[float], list[float]]
-Draw = Callable[[Sequence[Run]], Figure | None]
+DrawFigure = Callable[[Sequence[Run]], Figure | None]
 
 
 def _loss_label(runs: Sequence[Run]) -> str:
@@ -36,7 +35,7 @@ def _loss_label(runs: Sequence[Run]) -> str:
 
 
 def _plot_loss(runs: Sequence[Run]) -> Figure | None:
-    figure, axes = _new_figure(STEP, _loss_label(runs))
+    figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
     for run, color in _with_colors(runs):
         steps, losses = curve_points(run.steps, "step", "loss")
         axes.plot(steps, losses, color=color, lw=1.3, label=_make_label(runs, run, "training"))
@@ -47,13 +46,13 @@ def _plot_loss(runs: Sequence[Run]) -> Figure | None:
 
 
 def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: Any) -> None:
-    marker = "o" if len(evals) <= DOTS else None
+    marker = "o" if len(evals) <= MAX_DOTTED_POINTS else None
     axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **look}, marker=marker, ms=4)
 
 
-def _plot_eval(runs: Sequence[Run]) -> Figure | None:
+def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of each held-out source: the mean may fall while one of them rises."""
-    figure, axes = _new_figure(STEP, _loss_label(runs))
+    figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
     lines = [
         (run, name, [{"step": row["step"], "loss": own[name]} for row in run.evals
                      if name in (own := row.get("eval_losses", {}))])
@@ -70,8 +69,8 @@ def _plot_eval(runs: Sequence[Run]) -> Figure | None:
     return _finish_figure(figure, axes)
 
 
-def _plot_rate(runs: Sequence[Run]) -> Figure | None:
-    figure, (above, below) = _two_axes(STEP)
+def _plot_learning_rate(runs: Sequence[Run]) -> Figure | None:
+    figure, (above, below) = _two_axes(STEP_AXIS_LABEL)
     above.set_ylabel("learning rate")
     below.set_ylabel("gradient norm")
     for run, color in _with_colors(runs):
@@ -86,10 +85,10 @@ def _plot_rate(runs: Sequence[Run]) -> Figure | None:
 def _plot_speed(runs: Sequence[Run]) -> Figure | None:
     has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
     if has_mfu:
-        figure, (above, below) = _two_axes(STEP)
+        figure, (above, below) = _two_axes(STEP_AXIS_LABEL)
         below.set_ylabel("MFU (% of peak)")
     else:
-        figure, above = _new_figure(STEP, "")
+        figure, above = _new_figure(STEP_AXIS_LABEL, "")
         below = above
     above.set_ylabel("tokens per second")
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
@@ -110,7 +109,7 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
     """Draw the parts of the step time as a stack; for several runs, their means side by side."""
     names = ("compute", "messages", "data", "waiting for saves")
     if len(runs) == 1:
-        figure, axes = _new_figure(STEP, "seconds per step")
+        figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds per step")
         rows = _bin_means(_step_time_shares(runs[0]))
         if len(rows) < 2:
             return None
@@ -145,7 +144,7 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
     ]
     if not kinds:
         return None
-    unit, factor = _time_unit(max(_elapsed_s(run, run.steps[-1]) for run in runs if run.steps))
+    unit, unit_s = _time_unit(max(_elapsed_s(run, run.steps[-1]) for run in runs if run.steps))
     again = any(len(run.segments) > 1 for run in runs)
     time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
     all_axes: Sequence[Axes]
@@ -156,8 +155,8 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
     for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
         for run, color in _with_colors(runs):
-            rows = _keep_worst(run.steps, used)
-            at = [_elapsed_s(run, row) / factor for row in rows]
+            rows = _keep_maxima(run.steps, used)
+            at = [_elapsed_s(run, row) / unit_s for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
                       label=_make_label(runs, run, "used"))  # fmt: skip
             if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
@@ -168,12 +167,12 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
                       lw=1.4, label=_make_label(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
-            _mark_events(axes, runs[0], factor)
+            _mark_events(axes, runs[0], unit_s)
         _begin_at_zero(axes)
     return _finish_figure(figure, *all_axes)
 
 
-def _mark_events(axes: Axes, run: Run, factor: float) -> None:
+def _mark_events(axes: Axes, run: Run, unit_s: float) -> None:
     """Mark saves, the governor's actions, and starts after the first on a time axis."""
     # There can be many saves, so each is a short tick at the bottom.
     for kind, color, height, label in (
@@ -181,7 +180,7 @@ def _mark_events(axes: Axes, run: Run, factor: float) -> None:
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
         happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
-        places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
+        places = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(happened)])
         if places:  # one line with gaps: separate lines would take up half of the file
             at = [x for place in places for x in (place, place, place)]
             heights = [0.0, height, float("nan")] * len(places)
@@ -189,11 +188,11 @@ def _mark_events(axes: Axes, run: Run, factor: float) -> None:
                       transform=axes.get_xaxis_transform())  # fmt: skip
     for number, segment in enumerate(run.segments[1:]):
         again = "started again" if number == 0 else None
-        axes.axvline(segment.before_s / factor, color=GREY, lw=2.5, alpha=0.5, label=again)
+        axes.axvline(segment.before_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=again)
 
 
 def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
-    figure, axes = _new_figure(STEP, "seconds of a rank's own work")
+    figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds of a rank's own work")
     shown = [(run, color) for run, color in _with_colors(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
@@ -253,14 +252,14 @@ def _mean_row(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Return a few hundred rows, each the mean of its neighbors, so that every save counts."""
-    width = max(1, -(-len(rows) // POINTS))
+    width = max(1, -(-len(rows) // MAX_CURVE_POINTS))
     return [_mean_row(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
-def _keep_worst(rows: Sequence[Record], key: str) -> list[Record]:
+def _keep_maxima(rows: Sequence[Record], key: str) -> list[Record]:
     """Return a few hundred rows, each the one with the largest value among its neighbors."""
     known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
-    width = max(1, len(known) // POINTS)
+    width = max(1, len(known) // MAX_CURVE_POINTS)
     return [
         max(known[i : i + width], key=lambda row: row[key]) for i in range(0, len(known), width)
     ]
@@ -271,7 +270,7 @@ def curve_points(
     x: str,
     y: str,
     scale: Callable[[float], float] = float,
-    most: int = POINTS,
+    most: int = MAX_CURVE_POINTS,
 ) -> Points:
     """Return x and y of the rows that have y; if there are many, as means over neighbors."""
     known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
@@ -284,7 +283,7 @@ def curve_points(
 
 
 def _thin_ticks(places: Sequence[float]) -> list[float]:
-    return list(places[:: -(-len(places) // _MARKS) or 1])
+    return list(places[:: -(-len(places) // _MAX_MARKS_PER_AXIS) or 1])
 
 
 def _time_unit(longest_s: float) -> tuple[str, int]:
@@ -323,7 +322,7 @@ def _shorten(name: str) -> str:
 
 
 def _new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=FIGURE_SIZE_INCHES, layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -331,7 +330,7 @@ def _new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _two_axes(x_label: str, **layout: Any) -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=FIGURE_SIZE_INCHES, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, **layout)
     below.set_xlabel(x_label)
     return figure, (above, below)
@@ -344,7 +343,7 @@ def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
     for axes in all_axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if all_axes[-1].get_xlabel() == STEP:
+        if all_axes[-1].get_xlabel() == STEP_AXIS_LABEL:
             axes.xaxis.set_major_locator(_integer_ticks())
         for line in axes.lines:
             if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
@@ -355,7 +354,7 @@ def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
         column = _LEGEND_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
             handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_SIZE,
-            ncols=max(1, min(4, len(labels), int(SIZE[0] / column))),
+            ncols=max(1, min(4, len(labels), int(FIGURE_SIZE_INCHES[0] / column))),
         )  # fmt: skip
     return figure
 
@@ -372,7 +371,7 @@ def _has_data(axes: Axes) -> bool:
 # -- All starts of one run on one time axis: the loss, and below it the events.
 
 
-_LETTER, _TEXT = 0.0125, 8  # a start's label: width of a letter as a share of the axis, font points
+_LETTER_WIDTH, _LABEL_POINTS = 0.0125, 8  # of a start's label: share of the axis, font points
 
 
 def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
@@ -380,32 +379,32 @@ def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
     [run, *others] = runs
     if others or not run.segments or len(run.steps) < 2:
         return None
-    unit, factor = _time_unit(max(_elapsed_s(run, row) for row in run.steps[-1:]))
+    unit, unit_s = _time_unit(max(_elapsed_s(run, row) for row in run.steps[-1:]))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
     figure, (above, below) = _two_axes(f"{unit} of running{waits}", height_ratios=(2, 1))
-    _draw_losses(above, run, factor)
+    _draw_losses(above, run, unit_s)
     above.set_ylabel(_loss_label(runs))
-    _draw_bands(above, below, run, factor)
-    _draw_lanes(below, run, factor)
+    _draw_starts(above, below, run, unit_s)
+    _draw_event_lanes(below, run, unit_s)
     return _finish_figure(figure, above, below)
 
 
-def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
+def _draw_losses(axes: Axes, run: Run, unit_s: float) -> None:
     """Draw the losses; the training loss has a line per start, since steps between are lost."""
     by_start: dict[int, list[Record]] = {}
     for row in run.steps:
         if "time" in row:
-            by_start.setdefault(run.place_of(row["time"]), []).append(row)
-    most = max(2, POINTS // max(1, len(by_start)))
+            by_start.setdefault(run.start_index_at(row["time"]), []).append(row)
+    most = max(2, MAX_CURVE_POINTS // max(1, len(by_start)))
     at: list[float] = []
     losses: list[float] = []
     for rows in by_start.values():
-        placed = [{"at": _elapsed_s(run, row) / factor, "loss": row.get("loss")} for row in rows]
+        placed = [{"at": _elapsed_s(run, row) / unit_s, "loss": row.get("loss")} for row in rows]
         own_at, own_losses = curve_points(placed, "at", "loss", most=most)
         at += [*own_at, float("nan")]
         losses += [*own_losses, float("nan")]
     axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
-    evals = [{**row, "at": at_s / factor} for row, at_s in _timed_evaluations(run)]
+    evals = [{**row, "at": at_s / unit_s} for row, at_s in _timed_evaluations(run)]
     if evals:
         look = {"color": COLORS[1], "label": "held-out loss", "clip_on": False}
         _plot_held_out(axes, evals, "at", "eval_loss", **look)
@@ -421,20 +420,20 @@ def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
             yield row, run.elapsed_s(at_s)
 
 
-def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
+def _draw_starts(above: Axes, below: Axes, run: Run, unit_s: float) -> None:
     """Draw each start as a bar, labeled with its ranks and layout if there is room."""
     all_starts = list_starts(run)
-    whole = (all_starts[-1].before_s + all_starts[-1].seconds) / factor or 1.0
+    whole = (all_starts[-1].before_s + all_starts[-1].seconds) / unit_s or 1.0
     for start in all_starts:
-        begin, width = start.before_s / factor, start.seconds / factor
+        begin, width = start.before_s / unit_s, start.seconds / unit_s
         color = COLORS[(0, 5)[start.number % 2]]
         below.barh(0, width, left=begin, height=0.8, color=color, alpha=0.45)
         ranks = count_of(start.ranks, "rank") if start.ranks else ""
         named = f"start {start.number}"
         for text in (", ".join(filter(None, (named, ranks, start.layout))), named,
                      str(start.number)):  # fmt: skip
-            if len(text) * _LETTER * whole < width:
-                below.text(begin + width / 2, 0, text, ha="center", va="center", fontsize=_TEXT)
+            if len(text) * _LETTER_WIDTH * whole < width:
+                below.text(begin + width / 2, 0, text, size=_LABEL_POINTS, ha="center", va="center")
                 break
         if start.number > 1:
             waited = f"started again after {format_seconds(start.waited_s)}"
@@ -443,7 +442,7 @@ def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
                           label=label if start.number == 2 else None)  # fmt: skip
 
 
-def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
+def _draw_event_lanes(axes: Axes, run: Run, unit_s: float) -> None:
     """Mark saves, actions of the governor, warnings and stops, each kind on its own line."""
     names = ["starts"]
     for kind, name, marker, color in (
@@ -453,7 +452,7 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
         ("stop", "stops", "s", COLORS[6]),
     ):
         happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
-        places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
+        places = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(happened)])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip
@@ -465,8 +464,8 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
 # -- Rank x step: how long each rank worked, relative to the median rank of that step.
 
 
-_ROWS, _COLUMNS, _HEAT_COLORS = 128, 200, 12
-_MIN_TOP_RATIO, _TOP_RATIO = 1.2, 3.0  # bounds of the scale's top, so that noise stays pale
+_MAX_HEATMAP_ROWS, _MAX_HEATMAP_COLUMNS, _HEAT_COLORS = 128, 200, 12
+_MIN_TOP_RATIO, _MAX_TOP_RATIO = 1.2, 3.0  # bounds of the scale's top, so that noise stays pale
 
 
 def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -475,20 +474,20 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
         return None
     num_ranks = max(len(row["work_s"]) for row in run.ranks)
-    group = -(-num_ranks // _ROWS)
+    group = -(-num_ranks // _MAX_HEATMAP_ROWS)
     lines = sorted(run.ranks, key=lambda line: line["step"])
-    cells = _make_cells(lines, num_ranks, group)
+    cells = _heatmap_columns(lines, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
     first, last = lines[0]["step"], lines[-1]["step"]
     whose = "rank" if group == 1 else f"rank (the slowest of each {group})"
-    figure, axes = _new_figure(STEP, whose)
+    figure, axes = _new_figure(STEP_AXIS_LABEL, whose)
     image = axes.imshow(
         list(zip(*cells, strict=True)),
         aspect="auto",
         interpolation="none",
         cmap=colormaps["YlOrRd"].resampled(_HEAT_COLORS),
         vmin=1.0,
-        vmax=min(_TOP_RATIO, max(_MIN_TOP_RATIO, highest)),
+        vmax=min(_MAX_TOP_RATIO, max(_MIN_TOP_RATIO, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
@@ -497,10 +496,10 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
+def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
     """Return a column per bin of steps: the slowest of every ``group`` ranks; nan if no rank."""
     first, last = lines[0]["step"], lines[-1]["step"]
-    num_columns = min(_COLUMNS, len(lines))
+    num_columns = min(_MAX_HEATMAP_COLUMNS, len(lines))
     nothing, num_rows = float("nan"), -(-num_ranks // group)
     columns: list[list[float]] = [[] for _ in range(num_columns)]
     for line in lines:
@@ -519,7 +518,7 @@ def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[lis
 # -- Layer x expert: tokens of each expert of a mixture, relative to the mean of its layer.
 
 
-_MIN_TOP, _TOP = 2.0, 8.0  # bounds of the scale's top, in means
+_MIN_EXPERT_TOP, _MAX_EXPERT_TOP = 2.0, 8.0  # bounds of the scale's top, in means
 
 
 def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -537,7 +536,7 @@ def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
         aspect="auto",
         interpolation="none",
         cmap="RdBu_r",
-        norm=TwoSlopeNorm(1.0, 0.0, min(_TOP, max(_MIN_TOP, highest))),
+        norm=TwoSlopeNorm(1.0, 0.0, min(_MAX_EXPERT_TOP, max(_MIN_EXPERT_TOP, highest))),
     )
     figure.colorbar(image, ax=axes, label="tokens, x the layer's mean", extend="max")
     axes.set_title(f"steps {line['since'] + 1:.0f} to {line['step']:.0f}", fontsize=10)
@@ -554,9 +553,9 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
 # -- Figures of training on preferences: its effect on chosen and rejected answers.
 
 
-def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
+def _plot_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     """Draw two measures; ``measures``: axis label by name in the metrics."""
-    figure, both = _two_axes(STEP)
+    figure, both = _two_axes(STEP_AXIS_LABEL)
     for axes, (name, said) in zip(both, measures.items(), strict=True):
         axes.set_ylabel(said)
         for run, color in _with_colors(runs):
@@ -568,24 +567,25 @@ def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
 
 
 # The share of pairs whose chosen answer has the higher reward, and the difference of rewards.
-_reward = partial(_draw_two, measures={"accuracy": "accuracy (share)", "margin": "margin (reward)"})
+_REWARD_LABELS = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
+_plot_reward = partial(_plot_two, measures=_REWARD_LABELS)
 # The log-probabilities of the answers: both may fall while the margin grows.
-_log_probs = partial(
-    _draw_two,
+_plot_log_probs = partial(
+    _plot_two,
     measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
 )
 
 
-FIGURES: tuple[tuple[str, str, Draw], ...] = (
+FIGURES: tuple[tuple[str, str, DrawFigure], ...] = (
     ("timeline", "All starts on one axis of time", _plot_timeline),
     ("loss", "Loss", _plot_loss),
-    ("held-out", "Held-out loss of each source", _plot_eval),
-    ("preferences", "Preferences: accuracy and margin", _reward),
-    ("log-probs", "Preferences: log-probability of the answers, per token", _log_probs),
+    ("held-out", "Held-out loss of each source", _plot_held_out_sources),
+    ("preferences", "Preferences: accuracy and margin", _plot_reward),
+    ("log-probs", "Preferences: log-probability of the answers, per token", _plot_log_probs),
     ("memory", "Memory against its limits", _plot_memory),
     ("step-time", "Where a step's time went, on rank 0", _plot_step_parts),
     ("speed", "Speed", _plot_speed),
-    ("rate", "Learning rate and gradient norm", _plot_rate),
+    ("rate", "Learning rate and gradient norm", _plot_learning_rate),
     ("ranks", "The ranks' own work: slowest and fastest", _plot_ranks),
     ("foreseen", "Memory by phase", _plot_predictions),
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", _rank_heatmap),

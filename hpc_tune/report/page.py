@@ -18,7 +18,7 @@ from hpc_tune import __version__
 from hpc_tune.errors import ConfigError
 from hpc_tune.files import write_file
 from hpc_tune.report.facts import (
-    START_HEADS,
+    START_TABLE_HEADERS,
     advise_next,
     changed_settings,
     compare_predictions,
@@ -28,20 +28,20 @@ from hpc_tune.report.facts import (
     event_text,
     find_adapter,
     goodput,
+    key_numbers,
     known_numbers,
     list_data_facts,
     list_machine_facts,
     list_start_facts,
     list_starts,
-    main_figures,
     mean_sent_bytes,
+    rerun_command,
     running_s,
-    start_command,
     start_rows,
     time_by_kind,
 )
 from hpc_tune.report.figures import curve_points, draw_figures
-from hpc_tune.report.read import Record, Run, find_differences, find_jobs_energy, read_run
+from hpc_tune.report.read import Record, Run, find_jobs_energy, find_setting_differences, read_run
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import sum_energy
 from hpc_tune.units import format_bytes
@@ -102,7 +102,7 @@ def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
 # -- How much of each source of the mixture a run has learned, and each one's held-out loss.
 
 
-SOURCE_HEADS = (
+SOURCE_TABLE_HEADERS = (
     "source",
     "asked for",
     "learned tokens",
@@ -145,20 +145,22 @@ _CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
     *("host_bytes", "host_ranks_bytes", "device_bytes", "most_work_s", "least_work_s"),
 )
-_DIGITS, _POINTS = 5, 150
+_DIGITS, _MAX_CURVE_POINTS = 5, 150
 _HELD_OUT_PREFIX = "eval_preferences."
 
 
 def render_json(runs: Sequence[Run]) -> str:
     """Return JSON that can be embedded in a page: it contains no ``<``."""
-    text = json.dumps({"runs": [_run_numbers(run) for run in runs]}, default=str)
+    text = json.dumps({"runs": [_run_as_json_object(run) for run in runs]}, default=str)
     without_nan = json.loads(text, parse_constant=str)
     text = json.dumps(without_nan, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
-def _run_numbers(run: Run) -> dict[str, Any]:
-    curves = {name: curve_points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
+def _run_as_json_object(run: Run) -> dict[str, Any]:
+    curves = {
+        name: curve_points(run.steps, "step", name, most=_MAX_CURVE_POINTS) for name in _CURVES
+    }
     return {
         "name": run.name,
         "state": run.state,
@@ -249,8 +251,8 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) ->
     title = ", ".join(run.name for run in runs)
     shown = [_render_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
-        parts = [*_render_heading_many(runs), _render_grid(shown)]
-        parts += [_render_folded(run) for run in runs]
+        parts = [*_render_comparison(runs), _render_grid(shown)]
+        parts += [_render_folded_details(run) for run in runs]
     else:
         [run] = runs
         has_gap = len(shown) % 2 == 1  # next to the last figure
@@ -275,7 +277,7 @@ def _render_grid(cards: Iterable[str]) -> str:
     return f'<div class="plots">{body}</div>' if body else ""
 
 
-def _render_folded(run: Run) -> str:
+def _render_folded_details(run: Run) -> str:
     """Return the details of one of several runs, folded."""
     cards = "".join([_render_time_card(run), *_detail_cards(run)])
     name = _escape(f"{run.name}: where the time went, starts, data, settings and what happened")
@@ -288,11 +290,11 @@ def _detail_cards(run: Run) -> Iterator[str]:
     all_starts = start_rows(run)
     left = _remark_left_out(len(all_starts), _SHOWN_STARTS)
     for name, body in (
-        (f"Starts{left}", _render_table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
+        (f"Starts{left}", _render_table(START_TABLE_HEADERS, all_starts[-_SHOWN_STARTS:], "")),
         ("Predicted and measured", _render_table(heads, compare_predictions(run), "")),
         ("What ran", _render_table(None, list_start_facts(run), "")),
         ("What the data gave", _render_table(None, list_data_facts(run), "")),
-        ("Sources", _render_table(SOURCE_HEADS, source_rows(run), "")),
+        ("Sources", _render_table(SOURCE_TABLE_HEADERS, source_rows(run), "")),
         ("Software and hardware", _render_table(None, list_machine_facts(run), "")),
         (
             "Checkpoints",
@@ -334,15 +336,15 @@ def _render_heading(run: Run) -> str:
         (key, _format_setting(key, value)) for key, value in run.outcome.items() if key not in told
     ]
     rows.append(("Next", advise_next(run)))
-    if command := start_command(run):
+    if command := rerun_command(run):
         rows.append(("To repeat it", command))
     chosen = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := facts.displacement_warning(facts.longest_streak(chosen)):
+    if warning := facts.displacement_warning(facts.longest_falling_streak(chosen)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_escape(name)}</span><b>{_escape(value)}</b></div>"
-        for name, value in main_figures(run).items()
+        for name, value in key_numbers(run).items()
     )
     return (
         f'<section class="card{warn}"><h1>{_escape(run.name)} '
@@ -352,16 +354,18 @@ def _render_heading(run: Run) -> str:
     )
 
 
-def _render_heading_many(runs: Sequence[Run]) -> Iterator[str]:
+def _render_comparison(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a card of the settings that differ between the runs, and one of their results."""
     names = ["", *(run.name for run in runs)]
     yield _render_card(
         f"{len(runs)} runs: settings that differ",
         _render_table(
-            names, ((name, *values) for name, values in find_differences(runs)), "none differs"
+            names,
+            ((name, *values) for name, values in find_setting_differences(runs)),
+            "none differs",
         ),
     )
-    all_facts = [main_figures(run) for run in runs]
+    all_facts = [key_numbers(run) for run in runs]
     fact_names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("how it ended", *(f"{run.state}: {describe_end(run)}" for run in runs))]
     rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
@@ -474,19 +478,19 @@ _DPI = 144
 
 
 def write_report(
-    paths: Sequence[Path], out: Path | None = None, png: bool = False, asks: bool = True
+    paths: Sequence[Path], out: Path | None = None, png: bool = False, asks_scheduler: bool = True
 ) -> Path:
     """Write one report of one or several runs; return its path.
 
     ``out`` is an .html file; by default report.html in the run directory of a single run, or in the
-    current folder. ``png``: also write the figures into ``report/`` next to it. ``asks``: ask the
-    scheduler for the energy of the runs' jobs.
+    current folder. ``png``: also write the figures into ``report/`` next to it. ``asks_scheduler``:
+    ask the scheduler for the energy of the runs' jobs.
 
     Raises:
         ConfigError: if a path is not a run directory, or the report cannot be written.
     """
     read = (read_run(path) for path in paths)
-    runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks)) for run in read]
+    runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks_scheduler)) for run in read]
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
     figures = list(draw_figures(runs))
     try:

@@ -23,10 +23,10 @@ from hpc_tune.rundir import outcome, owner
 from hpc_tune.rundir.json_lines import (
     EVENT_FIELDS,
     EVENT_KINDS,
-    EVENTS,
-    EXPERTS,
-    METRICS,
-    RANKS,
+    EVENTS_FILE,
+    EXPERTS_FILE,
+    METRICS_FILE,
+    RANKS_FILE,
     RESOLVED_CONFIG,
     EvalMetrics,
     StepMetrics,
@@ -42,11 +42,11 @@ from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 # complete only once a job is over.
 
 
-_MOST_STARTS = 1000  # the newest ones, as the length of a command line is limited
+_MAX_ASKED_STARTS = 1000  # the newest ones, as the length of a command line is limited
 _NOT_ASKED = (
     "{} was not asked, since a job's energy is known only after its end: write the report again"
 )
-Ask = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
+AskJobEnergy = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class JobsEnergy:
 
 
 def find_jobs_energy(
-    events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_job_energy
+    events: Iterable[Mapping[str, Any]], asks_scheduler: bool, ask: AskJobEnergy = ask_job_energy
 ) -> JobsEnergy | None:
     """Return the energy of a run's jobs; None if their scheduler does not count energy.
 
-    ``asks``: whether to ask the scheduler, which may take many seconds.
+    ``asks_scheduler``: whether to ask the scheduler, which may take many seconds.
     """
     starts: dict[str, list[tuple[str, float]]] = {}
     for event in events:
@@ -71,9 +71,11 @@ def find_jobs_energy(
             starts.setdefault(scheduler, []).append((str(event["job"]), event["time"]))
     if not starts:
         return None
-    if not asks:
+    if not asks_scheduler:
         return JobsEnergy(None, _NOT_ASKED.format(" and ".join(starts)))
-    parts = [_sum_energies(ask(name, jobs[-_MOST_STARTS:]), name) for name, jobs in starts.items()]
+    parts = [
+        _sum_energies(ask(name, jobs[-_MAX_ASKED_STARTS:]), name) for name, jobs in starts.items()
+    ]
     known = [part.joules for part in parts if part.joules is not None]
     words = "; ".join(part.words for part in parts)
     return JobsEnergy(sum(known) if known else None, words)
@@ -93,7 +95,7 @@ def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
         f"{_job_names([one.job for one in known])}, from start to end, including other jobs there"
     )
-    if any(one.of_steps for one in known):
+    if any(one.is_sum_of_steps for one in known):
         text += "; this is the sum of job steps, several of which can count the same node"
     return JobsEnergy(joules, "; ".join([text, *notes]))
 
@@ -108,7 +110,7 @@ def _job_names(jobs: Sequence[str]) -> str:
 
 Record = Mapping[str, Any]
 _MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
-_PART_BYTES = 1 << 22
+_READ_CHUNK_BYTES = 1 << 22
 # Number fields are float here. Fields that are not declared are text, as are the governor's fields
 # that the report uses.
 _EVENT_TYPES = {
@@ -127,13 +129,13 @@ def _holds_dict(field: Field[Any]) -> bool:
 
 # Rows share these names: with names of their own, a hundred thousand rows would take 140 MB more.
 # Fields that the report does not use are left out: a dict of more than 21 takes twice the memory.
-_UNREAD = {"epoch", "device_util", "samples_seen", "experts", "eval_pairs"}
+_UNREAD_METRICS = {"epoch", "device_util", "samples_seen", "experts", "eval_pairs"}
 _METRICS = {
     field.name: _holds_dict(field)
     for field in (*fields(StepMetrics), *fields(EvalMetrics))
-    if field.name not in _UNREAD
+    if field.name not in _UNREAD_METRICS
 }
-State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
+RunStatus = Literal["done", "stopped", "failed", "running", "died", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Run:
     jobs_energy: JobsEnergy | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunStatus:
         """How the run ended, "running", or "unknown"."""
         if self.outcome:
             status = str(self.outcome.get("status"))
@@ -226,17 +228,17 @@ class Run:
 
     def elapsed_s(self, at_s: float) -> float:
         """Return how many seconds the run had been running at a time, without waits in a queue."""
-        place = self.place_of(at_s)
+        place = self.start_index_at(at_s)
         if place < 0:
             return 0.0
         segment = self.segments[place]
         return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
 
-    def place_of(self, at_s: float) -> int:
+    def start_index_at(self, at_s: float) -> int:
         """Return the index, from 0, of the newest start at a time; -1 before the first start."""
         return bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
 
-    def seconds_of(self, events: Iterable[Record]) -> list[float]:
+    def elapsed_seconds_of(self, events: Iterable[Record]) -> list[float]:
         """Return how long the run had been running at each event.
 
         Events between its starts are skipped: they belong to a start that was refused.
@@ -245,7 +247,7 @@ class Run:
         return [
             self.elapsed_s(at_s)
             for at_s in at
-            if (place := self.place_of(at_s)) >= 0 and at_s <= self.segments[place].end_s
+            if (place := self.start_index_at(at_s)) >= 0 and at_s <= self.segments[place].end_s
         ]
 
 
@@ -266,7 +268,7 @@ class LineReader:
                     self._rows, self._offset, self._rest = [], 0, b""
                     self._file = status.st_ino
                 file.seek(self._offset)
-                while new := file.read(_PART_BYTES):
+                while new := file.read(_READ_CHUNK_BYTES):
                     self._offset += len(new)
                     *whole, self._rest = (self._rest + new).split(b"\n")
                     self._add_rows(whole)
@@ -297,10 +299,10 @@ def read_run(path: Path) -> Run:
 def open_logs(path: Path) -> tuple[LineReader, ...]:
     """Return readers of metrics, events, ranks and experts.jsonl of the run at ``path``."""
     return (
-        LineReader(path / METRICS, _clean_metrics),
-        LineReader(path / EVENTS, _clean_event),
-        LineReader(path / RANKS, _clean_ranks),
-        LineReader(path / EXPERTS, _clean_experts),
+        LineReader(path / METRICS_FILE, _clean_metrics),
+        LineReader(path / EVENTS_FILE, _clean_event),
+        LineReader(path / RANKS_FILE, _clean_ranks),
+        LineReader(path / EXPERTS_FILE, _clean_experts),
     )
 
 
@@ -350,7 +352,7 @@ def make_run(
     )
 
 
-def find_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def find_setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return (setting, its value in each run) where runs differ, except run.dir and run.name."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differing = []
@@ -362,7 +364,7 @@ def find_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (RESOLVED_CONFIG, METRICS))
+    return any((path / name).is_file() for name in (RESOLVED_CONFIG, METRICS_FILE))
 
 
 def _is_number(value: Any) -> bool:
@@ -450,7 +452,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _silent_s(path: Path, beats: Sequence[Heartbeat]) -> float:
     """Return the seconds since the run's last sign of life."""
     signs = [beat.time for beat in beats]
-    for name in (METRICS, EVENTS):
+    for name in (METRICS_FILE, EVENTS_FILE):
         if (path / name).is_file():
             signs.append((path / name).stat().st_mtime)
     return time.time() - max(signs, default=0.0)

@@ -20,10 +20,10 @@ from hpc_tune.report.facts import describe_straggler, event_text, goodput, known
 from hpc_tune.report.read import Record, Run, find_run, make_run, open_logs
 from hpc_tune.units import count_of, format_bytes, format_count, format_seconds
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDTH, _MAX_EVENTS, _MAX_RECENT = 48, 6, 20
+_SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH, _MAX_EVENTS, _NUM_RECENT_STEPS = 48, 6, 20
 _HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text
-_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
+_STATE_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
 def watch_runs(path: Path, every_s: float, once: bool) -> None:
@@ -50,7 +50,7 @@ def watch_runs(path: Path, every_s: float, once: bool) -> None:
 
 
 def _render_run(run: Run) -> RenderableType:
-    color = _COLORS.get(run.state, "red")
+    color = _STATE_COLORS.get(run.state, "red")
     title = Text.assemble((run.name, "bold"), "  ", (run.state, f"bold {color}"))
     parts: list[RenderableType] = [Text(run.reason)]
     if run.steps:
@@ -66,7 +66,7 @@ def _render_progress(run: Run) -> RenderableType:
     step = int(run.steps[-1]["step"])
     total = max(run.total_steps or step, step)
     # The median step time; the occasional save or evaluation is not included.
-    usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_MAX_RECENT:])
+    usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_NUM_RECENT_STEPS:])
     left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
     line = Table.grid(padding=(0, 2))
     line.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), left)
@@ -90,7 +90,7 @@ def _render_figures(run: Run) -> RenderableType:
     if speeds:
         table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))
     step_s = last.get("step_s") or 0.0
-    shares = {name: (last.get(key) or 0.0) for name, key in _SHARES.items()}
+    shares = {name: (last.get(key) or 0.0) for name, key in _STEP_SHARES.items()}
     text = ", ".join(f"{value / step_s:.0%} {name}" for name, value in shares.items() if step_s)
     table.add_row("step", f"{step_s:.3g} s", text)
     for kind in ("host", "device"):
@@ -121,7 +121,7 @@ def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
         yield "slowest rank", Text(who), Text(f"in {how_often}")
 
 
-_SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
+_STEP_SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
 
 
 def _render_memory(row: Record, kind: str) -> list[RenderableType]:
@@ -149,8 +149,8 @@ def _render_events(run: Run) -> list[RenderableType]:
 
 def sparkline(values: list[Any]) -> str:
     """Draw values as a line of blocks, each the mean of a part of ``values``."""
-    width = -(-len(values) // _WIDTH)
+    width = -(-len(values) // _SPARKLINE_WIDTH)
     means = [statistics.fmean(values[i : i + width]) for i in range(0, len(values), width)]
     low, high = min(means), max(means)
-    steps = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((mean - low) * steps)] for mean in means)
+    steps = (len(_SPARKLINE_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKLINE_BLOCKS[round((mean - low) * steps)] for mean in means)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import EXIT_USER, GoneError, LostHostError, StalledError
+from hpc_tune.errors import EXIT_USER_ERROR, GoneError, LostHostError, StalledError
 from hpc_tune.log import log
-from hpc_tune.rundir.json_lines import EVENTS, STARTS, Events
+from hpc_tune.rundir.json_lines import EVENTS_FILE, STARTS_FILE, EventsWriter
 from hpc_tune.units import format_energy
 
 ENERGY_EVENT = "energy"
@@ -115,7 +115,7 @@ def read_energy(run_dir: Path) -> RunEnergy | None:
     """Return the energy of all starts of the run in ``run_dir``; None without an energy event."""
     events: list[dict[str, Any]] = []
     try:
-        lines = (run_dir / EVENTS).read_bytes().split(b"\n")
+        lines = (run_dir / EVENTS_FILE).read_bytes().split(b"\n")
     except OSError:
         return None
     for line in lines:
@@ -162,11 +162,11 @@ def read_start_history(run_dir: Path) -> StartHistory:
     Failures are counted in starts.jsonl, which supervise writes. Without this file, starts that
     left no stop event count as killed.
     """
-    events = _drop_newest_start(list(_read_rows(run_dir / EVENTS)))
-    if (run_dir / STARTS).exists():
-        failures = sum(map(is_failure, _read_rows(run_dir / STARTS)))
+    events = _drop_newest_start(list(_read_rows(run_dir / EVENTS_FILE)))
+    if (run_dir / STARTS_FILE).exists():
+        failures = sum(map(is_failure, _read_rows(run_dir / STARTS_FILE)))
     else:
-        failures = _num_killed(events)
+        failures = _num_killed_starts(events)
     waits = (event.get("blocked_s") for event in events if event.get("kind") == "checkpoint")
     waits_s = tuple(float(wait) for wait in waits if isinstance(wait, int | float))
     return StartHistory(failures, _running_s(events), waits_s)
@@ -174,12 +174,16 @@ def read_start_history(run_dir: Path) -> StartHistory:
 
 def is_failure(start: JsonRow) -> bool:
     """Whether a line of starts.jsonl counts as a failure (pure)."""
-    if start.get("status") != "failed" or start.get("asked") or start.get("exit_code") == EXIT_USER:
+    if (
+        start.get("status") != "failed"
+        or start.get("asked")
+        or start.get("exit_code") == EXIT_USER_ERROR
+    ):
         return False
     return start.get("lost_nodes") is True or start.get("error", "") in _NODE_ERRORS
 
 
-def _num_killed(events: Sequence[JsonRow]) -> int:
+def _num_killed_starts(events: Sequence[JsonRow]) -> int:
     """Return how many starts have left no stop event."""
     killed, is_open = 0, False
     for event in events:
@@ -233,11 +237,11 @@ def _read_rows(path: Path) -> Iterator[JsonRow]:
 # (eric-mitchell/direct-preference-optimization#32): the model then writes something else.
 
 
-MIN_FALLS = 3
+MIN_LOG_PROB_FALLS = 3
 Streak = tuple[float, ...]
 
 
-def extend_streak(streak: Streak, log_prob: float) -> Streak:
+def extend_falling_streak(streak: Streak, log_prob: float) -> Streak:
     """Extend the streak of evaluations, each with a lower log-probability than the one before."""
     if not math.isfinite(log_prob):
         return ()
@@ -245,9 +249,9 @@ def extend_streak(streak: Streak, log_prob: float) -> Streak:
 
 
 def displacement_warning(streak: Streak) -> str | None:
-    """Return a warning for log-probabilities that keep falling; None below ``MIN_FALLS`` falls."""
+    """Return a warning if log-probabilities fell ``MIN_LOG_PROB_FALLS`` times in a row."""
     falls = len(streak) - 1
-    if falls < MIN_FALLS:
+    if falls < MIN_LOG_PROB_FALLS:
         return None
     return (
         f"the held-out chosen answers became less likely in {falls} evaluations in a row, from "
@@ -257,12 +261,12 @@ def displacement_warning(streak: Streak) -> str | None:
     )
 
 
-def longest_streak(log_probs: Sequence[float]) -> Streak:
+def longest_falling_streak(log_probs: Sequence[float]) -> Streak:
     """Return the longest streak of a run's evaluations; of equally long ones, the newest."""
     best: Streak = ()
     streak: Streak = ()
     for log_prob in log_probs:
-        streak = extend_streak(streak, log_prob)
+        streak = extend_falling_streak(streak, log_prob)
         best = streak if len(streak) >= len(best) else best
     return best
 
@@ -273,12 +277,12 @@ def longest_streak(log_probs: Sequence[float]) -> Streak:
 
 STRAGGLER_FACTOR = 1.1  # x the median rank's work
 STRAGGLER_ADVICE = "look at its clocks, its memory and what else runs there"
-_LEAST_S = 1e-4  # the resolution in which work is recorded
+_MIN_WORK_S = 1e-4  # the resolution in which work is recorded
 
 
 def relative_to_median(work_s: Sequence[float]) -> list[float]:
     """Return the work of each rank, divided by the median rank's."""
-    usual_s = max(statistics.median(work_s), _LEAST_S)
+    usual_s = max(statistics.median(work_s), _MIN_WORK_S)
     return [own_s / usual_s for own_s in work_s]
 
 
@@ -287,8 +291,8 @@ def relative_to_median(work_s: Sequence[float]) -> list[float]:
 
 def report_excluded_nodes(run_dir: Path, left_out: Mapping[str, str]) -> None:
     """Log and write as events which nodes are left out after a failed start, and why."""
-    has_events = (run_dir / EVENTS).is_file()  # a refused first start leaves none
-    events = Events(run_dir / EVENTS if has_events else None)
+    has_events = (run_dir / EVENTS_FILE).is_file()  # a refused first start leaves none
+    events = EventsWriter(run_dir / EVENTS_FILE if has_events else None)
     for node, why in left_out.items():
         message = f"node {node} is left out from now on: {why}"
         log.warning("%s", message)

@@ -19,9 +19,9 @@ from hpc_tune.log import log
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 STARTING_CONFIG = "config.starting.yaml"  # of a start that may still be refused
-METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
-EXPERTS = "experts.jsonl"
-STARTS = "starts.jsonl"  # written by supervise
+METRICS_FILE, EVENTS_FILE, RANKS_FILE = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
+EXPERTS_FILE = "experts.jsonl"
+STARTS_FILE = "starts.jsonl"  # written by supervise
 
 
 class AtomicAppender:
@@ -62,7 +62,7 @@ class AtomicAppender:
             self._file = None
 
 
-class JsonLines:
+class JsonLinesWriter:
     """Appends one JSON object per line; a reader never sees half a line of a finished write."""
 
     def __init__(self, path: Path | None) -> None:
@@ -90,7 +90,7 @@ class JsonLines:
             self._file.close()
 
 
-class Events:
+class EventsWriter:
     """Writer of events.jsonl: what happens in a run, and when. Without ``path``, discard all."""
 
     def __init__(self, path: Path | None) -> None:
@@ -99,7 +99,7 @@ class Events:
         Raises:
             OSError: if it cannot be opened.
         """
-        self._lines = JsonLines(path)
+        self._lines = JsonLinesWriter(path)
 
     def write(self, kind: str, step: int | None = None, rank: int = 0, **fields: Any) -> None:
         """Append an event of a ``kind`` about ``rank``, with its ``step`` if it belongs to one."""

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from hpc_tune.cluster.launchers import run_command, why_command_failed
+from hpc_tune.cluster.launchers import run_hpc_tune_command, why_command_failed
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.files import write_file
 from hpc_tune.log import log, warn_unreadable
-from hpc_tune.memory.host import REPORT_BYTES, HostLimit, find_limit, oom_kills, spare_bytes
+from hpc_tune.memory.host import REPORT_BYTES, HostLimit, find_host_limit, oom_kills, spare_bytes
 from hpc_tune.memory.policy import HOST_LIMITS, Level
-from hpc_tune.rundir.json_lines import METRICS, RESOLVED_CONFIG
+from hpc_tune.rundir.json_lines import METRICS_FILE, RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_LATE_S
 from hpc_tune.world.stop import STOP_FILE
@@ -50,9 +50,9 @@ class Outcome:
         return self.status == "done" or self.reason == "STOP file"
 
 
-def done_outcome(step: int, early: str | None = None) -> Outcome:
-    """Return the outcome of a run that did all its steps, or finished for the reason ``early``."""
-    return Outcome("done", early or "all steps done", step, EXIT_DONE)
+def done_outcome(step: int, early_reason: str | None = None) -> Outcome:
+    """Return the outcome of a run that did all its steps, or ended early for ``early_reason``."""
+    return Outcome("done", early_reason or "all steps done", step, EXIT_DONE)
 
 
 def stopped_outcome(
@@ -91,7 +91,7 @@ def _remove_stop_file(file: Path) -> None:
         log.warning("%s %s: remove it, or the next start will stop too", file, what)
 
 
-def begin_outcome(run_dir: Path) -> None:
+def reserve_outcome(run_dir: Path) -> None:
     """Reserve disk space for this run's outcome, then remove that of the last run.
 
     Raises:
@@ -158,7 +158,7 @@ class Heartbeat:
     oom_kills: int
 
 
-_HEARTBEAT = TypeAdapter(Heartbeat)
+_HEARTBEAT_ADAPTER = TypeAdapter(Heartbeat)
 
 
 class HeartbeatFile:
@@ -206,7 +206,7 @@ def read_heartbeats(run_dir: Path) -> list[Heartbeat]:
     heartbeats = []
     for file in sorted((run_dir / HEARTBEAT_FOLDER).glob("node-*.json")):
         try:
-            heartbeat = _HEARTBEAT.validate_json(file.read_bytes())
+            heartbeat = _HEARTBEAT_ADAPTER.validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
             warn_unreadable(file, error)
             continue
@@ -223,7 +223,7 @@ def clear_heartbeats(run_dir: Path) -> None:
 
 def died_of_memory(last: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
-    near = HOST_LIMITS.begins_at[Level.TIGHT]
+    near = HOST_LIMITS.level_begins_at[Level.TIGHT]
     return any(_count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last)
 
 
@@ -288,8 +288,10 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
 # -- The report at the end of a run, written by the report command in a separate process.
 
 
-_MEMORY_PER_BYTE = 4  # bytes of memory per byte of metrics.jsonl, in addition to the process's own
-_LIMIT_S = 60.0
+_MEMORY_PER_METRICS_BYTE = (
+    4  # bytes of memory per byte of metrics.jsonl, in addition to the process's own
+)
+_REPORT_LIMIT_S = 60.0
 
 
 def run_report_command(run_dir: Path) -> None:
@@ -300,12 +302,12 @@ def run_report_command(run_dir: Path) -> None:
     if not (run_dir / RESOLVED_CONFIG).is_file():
         return
     later = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
-    left = spare_bytes(find_limit())
-    if left < REPORT_BYTES + _MEMORY_PER_BYTE * _metrics_bytes(run_dir):
+    left = spare_bytes(find_host_limit())
+    if left < REPORT_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     try:
-        done = run_command(["report", "--no-job-energy", str(run_dir)], _LIMIT_S)
+        done = run_hpc_tune_command(["report", "--no-job-energy", str(run_dir)], _REPORT_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no report (%s); write it with: %s", why_command_failed(error), later)
         return
@@ -318,6 +320,6 @@ def run_report_command(run_dir: Path) -> None:
 
 def _metrics_bytes(run_dir: Path) -> int:
     try:
-        return (run_dir / METRICS).stat().st_size
+        return (run_dir / METRICS_FILE).stat().st_size
     except OSError:
         return 0

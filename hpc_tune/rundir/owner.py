@@ -26,16 +26,16 @@ from typing import Any
 
 from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
-from hpc_tune.files import may_read, may_write, missing_permission, write_file
+from hpc_tune.files import describe_missing_permission, may_read, may_write, write_file
 from hpc_tune.log import log
 from hpc_tune.rundir import facts, outcome
-from hpc_tune.rundir.json_lines import EVENTS, RESOLVED_CONFIG, STARTING_CONFIG
+from hpc_tune.rundir.json_lines import EVENTS_FILE, RESOLVED_CONFIG, STARTING_CONFIG
 from hpc_tune.units import list_some
 from hpc_tune.world import liveness
-from hpc_tune.world.processes import seconds_from_boot
+from hpc_tune.world.processes import process_start_after_boot_s
 from hpc_tune.world.stop import process_start_s
 
-LIVE_FILE = "live.json"
+LOCK_FILE = "live.json"
 _UNKNOWN_INODE = -1  # the file system did not answer
 EndRun = Callable[[HpcTuneError], None]
 
@@ -115,12 +115,12 @@ class RunLock:
         self,
         run_dir: Path,
         me: Owner,
-        lost: EndRun,
+        on_lost: EndRun,
         touch_every_s: float = liveness.LOCK_TOUCH_EVERY_S,
         silent_s: float = liveness.LOCK_STALE_S,
     ) -> None:
-        """``lost`` is called from a thread if another job takes ``run_dir`` over."""
-        self._path, self._own, self._end_run = run_dir / LIVE_FILE, me, lost
+        """``on_lost`` is called from a thread if another job takes ``run_dir`` over."""
+        self._path, self._own, self._end_run = run_dir / LOCK_FILE, me, on_lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._watcher = liveness.Watcher("live-mark", touch_every_s, self._renew_lock)
         self._folder: int | None = None
@@ -183,7 +183,7 @@ class RunLock:
         """Release the folder, if this rank has acquired it."""
         self._watcher.close()
         if self._watcher.has_started:
-            release_run(self._path.parent, self._own.nonce)
+            release_lock(self._path.parent, self._own.nonce)
 
     def _create_lock_file(self) -> bool:
         """Create the lock file if there is none; return whether it is this job's."""
@@ -238,14 +238,14 @@ def is_free(run_dir: Path) -> bool:
 
 
 def _recent_owner(run_dir: Path) -> Owner | None:
-    owner, _, age_s = _read_owner(run_dir / LIVE_FILE) or (None, 0.0, 0.0)
+    owner, _, age_s = _read_owner(run_dir / LOCK_FILE) or (None, 0.0, 0.0)
     return owner if age_s <= liveness.LOCK_STALE_S else None
 
 
 def has_owner_died(run_dir: Path) -> bool:
     """Whether the job that has locked ``run_dir`` is known to be gone."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        owner = Owner(**json.loads((run_dir / LIVE_FILE).read_text(encoding="utf-8")))
+        owner = Owner(**json.loads((run_dir / LOCK_FILE).read_text(encoding="utf-8")))
         return is_owner_alive(owner, make_owner("", run_dir)) is False
     return False
 
@@ -261,7 +261,7 @@ def require_shared_dir(
         ConfigError: if the lock does not appear in time.
     """
     until_s = time.monotonic() + limit_s
-    while read_nonce(run_dir / LIVE_FILE) != nonce:
+    while read_nonce(run_dir / LOCK_FILE) != nonce:
         if time.monotonic() > until_s:
             raise ConfigError(
                 f"run.dir={run_dir} on {socket.gethostname()} is not the folder of that name on "
@@ -270,11 +270,11 @@ def require_shared_dir(
         time.sleep(0.1)
 
 
-def release_run(run_dir: Path, nonce: str) -> None:
+def release_lock(run_dir: Path, nonce: str) -> None:
     """Remove the lock of the start with this nonce; any rank may do so when all end."""
-    if read_nonce(run_dir / LIVE_FILE) == nonce:
+    if read_nonce(run_dir / LOCK_FILE) == nonce:
         with contextlib.suppress(OSError):
-            (run_dir / LIVE_FILE).unlink()
+            (run_dir / LOCK_FILE).unlink()
 
 
 def read_nonce(path: Path) -> str | None:
@@ -316,7 +316,7 @@ def _folder_inode(folder: Path) -> int | None:
 
 def _process_start(pid: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if it is gone."""
-    after_boot_s = seconds_from_boot(pid)
+    after_boot_s = process_start_after_boot_s(pid)
     return None if after_boot_s is None else f"{after_boot_s * os.sysconf('SC_CLK_TCK'):.0f}"
 
 
@@ -370,7 +370,7 @@ def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
     return UnfinishedStart(fields, began_s) if isinstance(fields, dict) else None
 
 
-def has_ended(run_dir: Path) -> bool:
+def has_run_ended(run_dir: Path) -> bool:
     """Whether no run can still be alive in the folder."""
     return is_free(run_dir) or has_owner_died(run_dir)
 
@@ -416,7 +416,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 PREPARED_FOLDER = "data"
 # Files that record the refusal, and files that the ending start removes itself.
-_KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS, LIVE_FILE}
+_KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS_FILE, LOCK_FILE}
 
 
 def list_run_files(run_dir: Path) -> frozenset[str] | None:
@@ -453,9 +453,9 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
 # -- Whether this user may resume a run that another user has started.
 
 
-_APPENDED = ("logs", facts.FAILURES_FOLDER)
-_CHANGED = (
-    *_APPENDED,
+_APPENDED_FOLDERS = ("logs", facts.FAILURES_FOLDER)
+_CHANGED_FOLDERS = (
+    *_APPENDED_FOLDERS,
     outcome.HEARTBEAT_FOLDER,
     "checkpoints",
     "export",
@@ -476,28 +476,28 @@ def require_permissions(run_dir: Path) -> None:
     Raises:
         AnothersError: if not, with the owner of the files and how to grant permission.
     """
-    kept = [path for path in _written_paths(run_dir) if path.exists() and not may_write(path)]
-    kept += [path for path in _read_paths(run_dir) if path.exists() and not may_read(path)]
+    kept = [path for path in _paths_to_write(run_dir) if path.exists() and not may_write(path)]
+    kept += [path for path in _paths_to_read(run_dir) if path.exists() and not may_read(path)]
     if not kept:
         return
     raise AnothersError(
         f"run.dir={run_dir} is a run that this user may not continue: {list_some(kept, 1)} cannot "
-        f"be opened. {missing_permission(kept[0], run_dir)}"
+        f"be opened. {describe_missing_permission(kept[0], run_dir)}"
     )
 
 
-def _written_paths(run_dir: Path) -> Iterator[Path]:
+def _paths_to_write(run_dir: Path) -> Iterator[Path]:
     yield run_dir
     yield run_dir / outcome.RESERVE_FILE
     yield from sorted(run_dir.glob("*.jsonl"))
-    for name in _CHANGED:
+    for name in _CHANGED_FOLDERS:
         yield run_dir / name
-    for name in _APPENDED:
+    for name in _APPENDED_FOLDERS:
         yield from sorted((run_dir / name).glob("*.txt"))
     yield from sorted((run_dir / "checkpoints").glob("step-*"))  # old ones are removed
 
 
-def _read_paths(run_dir: Path) -> Iterator[Path]:
+def _paths_to_read(run_dir: Path) -> Iterator[Path]:
     yield from sorted(run_dir.glob("checkpoints/step-*/manifest.json"))
     yield from sorted(run_dir.glob("builtin-tiny/*"))
     yield from sorted(run_dir.glob("data/*.h5"))

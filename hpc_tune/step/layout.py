@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 
-_OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
+_AXES_OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 _SHARD_AXES = ("expert_shard", "expert")
 GROUPING_AXES = ("expert", "context")  # of ranks that are on other axes
 
@@ -43,17 +43,17 @@ class Layout:
     @property
     def size(self) -> int:
         """The world size."""
-        return self.weight_size * self.tensor * self.pipeline
+        return self.num_weight_ranks * self.tensor * self.pipeline
 
     @property
-    def weight_size(self) -> int:
+    def num_weight_ranks(self) -> int:
         """How many ranks replicate and shard the weights."""
         return self.replicate * self.shard
 
     @property
-    def data_size(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many ranks, or groups of ranks that share rows, have rows of their own."""
-        return self.weight_size // self.context
+        return self.num_weight_ranks // self.context
 
     @property
     def expert_shard(self) -> int:
@@ -66,7 +66,7 @@ class Layout:
 
     def rows_per_rank(self, global_rows: int) -> int:
         """Return the rows of a step on the rank that has the most."""
-        return -(-global_rows // self.data_size)
+        return -(-global_rows // self.data_parallel_size)
 
     def coordinates(self, rank: int) -> "MeshCoordinates":
         """Return the coordinates of ``rank`` on each axis."""
@@ -85,7 +85,7 @@ class Layout:
             first = rank - self.coordinates(rank).context * self.tensor
             return tuple(range(first, first + self.context * self.tensor, self.tensor))
         ranks, stride = [rank], self.size
-        for axis in _OUTERMOST_FIRST:
+        for axis in _AXES_OUTERMOST_FIRST:
             size = getattr(self, axis)
             stride //= size
             if axis in axes or (axis in _SHARD_AXES and "shard" in axes):
@@ -132,7 +132,7 @@ class MeshCoordinates:
     context: int = 0
 
     @property
-    def counts_rows(self) -> bool:
+    def represents_rows(self) -> bool:
         """Whether this rank counts for its rows in sums over ranks, of which some share rows."""
         return self.tensor == 0 and self.pipeline == 0 and self.context == 0
 
@@ -143,13 +143,14 @@ class MeshCoordinates:
 _WHOLE_ROW_LAYERS = ("full_attention", "sliding_attention")
 
 
-def sharing_problems(config: Any, layout: Layout) -> list[str]:
+def row_sharing_problems(config: Any, layout: Layout) -> list[str]:
     """Return the reasons why ranks cannot share a model's rows; empty if they can."""
     said = f"parallel.context={layout.context}"
-    if layout.weight_size % layout.context:
+    if layout.num_weight_ranks % layout.context:
         return [
-            f"{said} groups the {layout.weight_size} ranks of replicate x shard, which it must "
-            f"divide; use {format_choices(list_divisors(layout.weight_size))}"
+            f"{said} groups the {layout.num_weight_ranks} ranks of replicate x shard, which it "
+            "must "
+            f"divide; use {format_choices(list_divisors(layout.num_weight_ranks))}"
         ]
     others = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
     if others:
@@ -157,7 +158,7 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
             f"{said}: layers of {' and '.join(sorted(others))} in a {config.model_type} model mix "
             "or select tokens other than by attention over the row; use parallel.context=1"
         ]
-    if common_value(config, "num_attention_heads") is None:
+    if value_shared_by_layers(config, "num_attention_heads") is None:
         return [
             f"{said}: the layers of a {config.model_type} model differ in their numbers of heads; "
             "use parallel.context=1"
@@ -259,7 +260,7 @@ class Pass:
     micro: int
 
 
-def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
+def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
     """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
 
     With several chunks ``num_micro`` must be a multiple of ``ranks``.

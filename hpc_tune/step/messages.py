@@ -11,15 +11,15 @@ from typing import Any
 
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
-from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.model.shared_rows import count_key_heads
+from hpc_tune.model.loss import MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES
+from hpc_tune.model.shared_rows import count_repeated_key_heads
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces, splits_heads
 
 FIRST_AND_LAST_STAGE = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
-FORWARD_SUMS, BACKWARD_SUMS = 2, 2
+FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES = 2, 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def step_messages(
             "send",
             ("pipeline",),
             2,
-            plan.activation_values(computed) * plan.activation_itemsize,
+            plan.num_activation_values(computed) * plan.activation_itemsize,
             hops,
         )
 
@@ -110,9 +110,13 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
                 times = 2 * num_micro
             case _:
                 is_apart = weights.part == "embedding" and not plan.is_tied
-                is_in_vain = is_apart and not plan.size.is_full and plan.layout.pipeline > 1
+                is_in_vain = (
+                    is_apart and not plan.size.is_fully_trained and plan.layout.pipeline > 1
+                )
                 times = num_micro + (is_in_vain and num_micro > 1)
-        num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
+        num_bytes = (
+            plan.itemsize * weights.num_values if plan.casts_before_gather else weights.num_bytes
+        )
         num_bytes = plan.with_fsdp_padding(weights, num_bytes)
         yield _collective(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
@@ -130,13 +134,13 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
     held, whole = plan.rank_weights(pp_rank), Counter[tuple[str, ...]]()
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
-            axes = plan.reducing_axes(
+            axes = plan.reduction_axes(
                 weights.role == "partial", plan.is_expert_parallel(weights.kind)
             )
             whole[axes] += weights.num_bytes
     for axes, num_bytes in whole.items():
         yield _collective(plan, "all_reduce", axes, num_bytes)
-    if not plan.size.is_full:
+    if not plan.size.is_fully_trained:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
@@ -172,7 +176,7 @@ def tensor_messages(
     for token_bytes, times in _summed_activations(plan, recomputes, pp_rank):
         yield over(tokens * token_bytes, times)
     if pp_rank == plan.layout.pipeline - 1:
-        most = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
+        most = max(MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed:
             times = 2 if loss_tokens > most else 1
             yield over(loss_tokens * model.hidden_size * plan.activation_itemsize)
@@ -193,22 +197,27 @@ def _summed_activations(
     blocks (arXiv:1909.08053); blocks with experts differ, and linear attention has one more inside.
     """
     size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
-    usual = [BlockAllReduces(FORWARD_SUMS, BACKWARD_SUMS)] * size.blocks(plan.model)
-    sums = [(size.sums or usual)[block] for block in plan.rank_blocks(pp_rank)]
-    forward, routed = sum(block.forward for block in sums), sum(block.routed for block in sums)
-    backward, is_first = sum(block.backward for block in sums), pp_rank == 0
+    usual = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
+    block_all_reduces = [
+        (size.block_all_reduces or usual)[block] for block in plan.rank_blocks(pp_rank)
+    ]
+    forward = sum(block.forward for block in block_all_reduces)
+    routed = sum(block.routed for block in block_all_reduces)
+    backward, is_first = sum(block.backward for block in block_all_reduces), pp_rank == 0
     # A recomputed block repeats its first sums, and stops before its last.
-    again = max(0, forward - len(sums)) if recomputes else 0
+    again = max(0, forward - len(block_all_reduces)) if recomputes else 0
     # A frozen embedding that no trained norm follows needs no gradient from the first block.
-    unneeded = sums[0].of_input and is_first and not size.trains_block_input
+    unneeded = (
+        block_all_reduces[0].includes_block_input and is_first and not size.trains_block_input
+    )
     yield hidden * plan.itemsize, forward - routed + again
     # Experts' outputs have the dtype of activations between blocks, and are a block's last sum.
     yield hidden * wire, routed + backward - unneeded
-    inner = sum(block.inner_features for block in sums)
+    inner = sum(block.inner_features for block in block_all_reduces)
     yield wire * inner, int(inner > 0)
     # What routers get back in fp32: a gradient for each expert of a token.
     yield num_chosen_experts(plan.model) * 4, routed
-    yield hidden * (plan.itemsize if plan.gathers_cast else wire), int(is_first)
+    yield hidden * (plan.itemsize if plan.casts_before_gather else wire), int(is_first)
 
 
 def expert_messages(
@@ -226,7 +235,7 @@ def expert_messages(
     over = partial(_collective, plan, "all_to_all", ("expert",))
     mixtures = plan.num_mixture_blocks(pp_rank)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
-    rows = plan.activation_values(computed) * num_chosen_experts(plan.model)
+    rows = plan.num_activation_values(computed) * num_chosen_experts(plan.model)
     yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
     yield over(8 * num_experts(plan.model), mixtures * len(computed))
 
@@ -246,23 +255,23 @@ def context_messages(
     if layout.context == 1:
         return
     tensor = layout.tensor if splits_heads(plan.model) else 1
-    heads, groups, width, value_width = attention_heads(plan.model, tensor)
+    heads, groups, width, value_width = head_counts_and_widths(plan.model, tensor)
     tokens = sum(tokens for tokens, _ in computed)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
     blocks, axes = len(plan.rank_blocks(pp_rank)), ("context",)
-    if plan.row_part().head_tail:
+    if plan.row_part().is_head_tail:
         whole = layout.context * tokens * plan.itemsize * groups * (width + value_width)
         yield _collective(plan, "all_gather", axes, whole, blocks * forward)
         yield _collective(plan, "reduce_scatter", axes, whole, blocks)
         return
-    groups, times = count_key_heads(groups, layout.context), blocks * (forward + 1)
+    groups, times = count_repeated_key_heads(groups, layout.context), blocks * (forward + 1)
     over = partial(_collective, plan, "all_to_all", axes)
     out = heads * width + groups * (width + value_width)
     yield over(tokens * plan.itemsize * out, times)
     yield over(tokens * plan.itemsize * heads * value_width, times)
 
 
-def attention_heads(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
+def head_counts_and_widths(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
     """Return the query and key heads on a rank of the tensor axis, and the values of each head.
 
     First of a query or key head, then of a value head: latent attention (DeepSeek) has fewer in the
@@ -287,7 +296,7 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     size, over = plan.size, partial(_collective, plan)
     if stage == 3:
         weights = (
-            size.frozen_bytes + size.trained_outside_bytes
+            size.frozen_bytes + size.trained_nonblock_bytes
             if size.frozen_bytes
             else size.trained_bytes
         )

@@ -13,11 +13,11 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, chosen_expert_share
+from hpc_tune.model.experts import ROUTED_EXPERTS, chosen_expert_share
 from hpc_tune.model.shared_rows import RowPart
 from hpc_tune.step.layout import Layout, stage_blocks
 from hpc_tune.step.size import ModelSize, WeightGroup, measure
-from hpc_tune.step.slices import SLICES, gathers_keys
+from hpc_tune.step.slices import SLICE_ROLES, gathers_keys
 
 # Gradients that are summed during a backward pass are sent in pieces of so many bytes: enough to
 # keep a link busy, and little for a model's last piece, which has nothing to hide behind.
@@ -89,7 +89,7 @@ class StepPlan:
         if self.layout.pipeline == 1:
             return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
-        routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
+        routed = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
         values = sum(w.num_values for w in blocks) - routed * (1 - chosen_expert_share(self.model))
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
         return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
@@ -100,9 +100,9 @@ class StepPlan:
 
     def num_mixture_blocks(self, pp_rank: int) -> int:
         """Return how many of a rank's decoder blocks have routed experts."""
-        routed = [weights for weights in self.size.weights if weights.kind == ROUTED]
+        routed = [weights for weights in self.size.weights if weights.kind == ROUTED_EXPERTS]
         return sum(
-            any(not w.by_block or w.by_block[block] for w in routed)
+            any(not w.values_by_block or w.values_by_block[block] for w in routed)
             for block in self.rank_blocks(pp_rank)
         )
 
@@ -126,8 +126,8 @@ class StepPlan:
             part = weights.num_values
             if weights.part == "blocks":
                 part = weights.num_values_in(self.rank_blocks(pp_rank), num_blocks)
-            expert_ranks = layout.expert if weights.kind == ROUTED else 1
-            ways = expert_ranks * (layout.tensor if weights.role in SLICES else 1)
+            expert_ranks = layout.expert if weights.kind == ROUTED_EXPERTS else 1
+            ways = expert_ranks * (layout.tensor if weights.role in SLICE_ROLES else 1)
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
             shape = weights.row_shard_shape(
                 expert_ranks * (layout.tensor if weights.role == "slice" else 1)
@@ -138,7 +138,7 @@ class StepPlan:
 
     def is_expert_parallel(self, kind: str) -> bool:
         """Whether weights of a kind are experts that are spread over ranks of the shard axis."""
-        return self.layout.expert > 1 and kind == ROUTED
+        return self.layout.expert > 1 and kind == ROUTED_EXPERTS
 
     @property
     def shards_experts(self) -> bool:
@@ -146,7 +146,7 @@ class StepPlan:
 
         torch's grouped matmuls do not support autocast.
         """
-        return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
+        return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.casts_before_gather)
 
     def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
         """Whether every rank keeps all of a parameter where FSDP2 shards the others.
@@ -154,7 +154,9 @@ class StepPlan:
         Adapters stay whole, and so do norms and biases if weights are gathered in bf16: bf16 has no
         number between 1 and 1.0078, and norms are computed in fp32, as elsewhere.
         """
-        return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
+        return is_trained and (
+            not self.size.is_fully_trained or (self.casts_before_gather and is_vector)
+        )
 
     def is_sharded(self, weights: WeightGroup) -> bool:
         """Whether FSDP2 shards ``weights``."""
@@ -188,7 +190,7 @@ class StepPlan:
     @property
     def casts_weights(self) -> bool:
         """Whether trained weights have more bytes than matmuls use, and are cast for each."""
-        return self.size.is_full and self.itemsize < self.size.trained_itemsize
+        return self.size.is_fully_trained and self.itemsize < self.size.trained_itemsize
 
     def skips_empty_micros(self, training: bool = True) -> bool:
         """Whether a rank skips a micro-batch without loss: no other rank waits for its messages."""
@@ -199,7 +201,7 @@ class StepPlan:
             return False  # routers count its tokens all the same
         return self.layout.pipeline == self.layout.context == 1 and not self.uses_fsdp
 
-    def padding(self, num_micro: int) -> int:
+    def num_padding_micros(self, num_micro: int) -> int:
         """Return how many empty micro-batches are added to ``num_micro``.
 
         Interleaved stages need whole rounds, of one micro-batch for each rank of the pipeline.
@@ -209,9 +211,9 @@ class StepPlan:
     def executed_micros(self, micros: Sequence[MicroTokens]) -> list[MicroTokens]:
         """Return the micro-batches that a rank computes, including one-token ones it adds."""
         kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
-        return [*kept, *[(1, 0)] * self.padding(len(kept))]
+        return [*kept, *[(1, 0)] * self.num_padding_micros(len(kept))]
 
-    def own_tokens(self, tokens: int) -> int:
+    def num_own_tokens(self, tokens: int) -> int:
         """Return how many of the tokens of rows a rank computes, when several ranks share rows."""
         part = self.row_part()
         return -(-tokens // part.num_slices) * (part.num_slices // part.size)
@@ -220,7 +222,7 @@ class StepPlan:
         """Return which tokens of each row the ``rank``-th rank of the context axis has."""
         return RowPart(rank, self.layout.context, gathers_keys(self.model, self.layout))
 
-    def activation_values(self, computed: Sequence[MicroTokens]) -> int:
+    def num_activation_values(self, computed: Sequence[MicroTokens]) -> int:
         """Return the number of values between two blocks: tokens with padding x hidden."""
         return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
 
@@ -235,7 +237,7 @@ class StepPlan:
     # -- What a rank sends.
 
     @property
-    def gathers_cast(self) -> bool:
+    def casts_before_gather(self) -> bool:
         """Whether shards are cast to the dtype of matmuls before they are gathered."""
         return self.uses_fsdp and self.casts_weights
 
@@ -256,10 +258,10 @@ class StepPlan:
     @property
     def spreads_gradients(self) -> bool:
         """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
-        shards = (self.size.is_full and self.uses_fsdp) or self.layout.expert > 1
+        shards = (self.size.is_fully_trained and self.uses_fsdp) or self.layout.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def reducing_axes(self, is_partial: bool, is_spread: bool = False) -> tuple[str, ...]:
+    def reduction_axes(self, is_partial: bool, is_spread: bool = False) -> tuple[str, ...]:
         """Return the axes over which a gradient is summed; for a partial sum also the tensor axis.
 
         ``is_spread``: for spread experts, whose ranks have had all tokens of the expert axis.

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 from hpc_tune.model.experts import (
-    ROUTED,
+    ROUTED_EXPERTS,
     chosen_expert_share,
-    group_parameters,
     has_experts,
+    label_parameters_by_part,
     num_chosen_experts,
 )
 from hpc_tune.model.kernels import layer_windows
@@ -24,7 +24,7 @@ from hpc_tune.step.slices import (
     BlockAllReduces,
     TensorRole,
     count_all_reduces,
-    find_roles,
+    find_tensor_roles,
     gathered_features,
 )
 
@@ -34,10 +34,10 @@ NUM_MOMENTS = len(MOMENT_NAMES)
 # Copies of a trained value, in one dtype: itself, gradient and moments; all but the gradient.
 STATE_COPIES, SAVED_COPIES = 2 + NUM_MOMENTS, 1 + NUM_MOMENTS
 # With optim.name=adamw_8bit: values that share an fp32 scale, and a parameter's minimum of values.
-BLOCK_8BIT, _MIN_8BIT_VALUES = 256, 4096
+VALUES_PER_8BIT_BLOCK, _MIN_8BIT_VALUES = 256, 4096
 
 
-def is_in_8_bits(num_values: int) -> bool:
+def has_8bit_moments(num_values: int) -> bool:
     """Return whether optim.name=adamw_8bit quantizes the moments of a parameter of this size."""
     return num_values >= _MIN_8BIT_VALUES
 
@@ -49,9 +49,9 @@ class WeightGroup:
     ``part``: the decoder blocks; the input embedding, with the head if they are tied; or what
     follows the blocks. ``role``: what a rank of the tensor axis holds of each parameter, a slice or
     all of it with a whole or a partial gradient. ``is_vector``: norms, and what has fewer than two
-    dims. ``kind``: what they are in a mixture of experts (``experts.group_parameters``).
-    ``by_block``: the values in each decoder block, if blocks differ. ``shape``: of each parameter,
-    empty if no layout shards it; of packed codes the first length.
+    dims. ``kind``: what they are in a mixture of experts (``experts.label_parameters_by_part``).
+    ``values_by_block``: the values in each decoder block, if blocks differ. ``shape``: of each
+    parameter, empty if no layout shards it; of packed codes the first length.
     """
 
     part: ModelPart
@@ -61,7 +61,7 @@ class WeightGroup:
     num_values: int = 0
     num_bytes: int = 0
     kind: str = ""
-    by_block: tuple[int, ...] = ()
+    values_by_block: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
     def padded(self, num: int, shards: int, along_any: bool = False) -> int:
@@ -82,9 +82,9 @@ class WeightGroup:
 
     def num_values_in(self, blocks: Sequence[int], num_blocks: int) -> int:
         """Return the values in some of the ``num_blocks`` decoder blocks."""
-        if not self.by_block:
+        if not self.values_by_block:
             return self.num_values * len(blocks) // num_blocks
-        return sum(self.by_block[block] for block in blocks)
+        return sum(self.values_by_block[block] for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class ModelSize:
 
     ``scale_bytes``: the scales of a 4-bit base's codes. ``weights``: all parameters, by what
     layouts do with them. ``gathered_features``: how many features of a token the tensor axis
-    gathers in all blocks, forward and backward; ``sums``: what it sums in each. ``spared_bytes``:
-    what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were counted; a
-    configuration may count their attention layers instead.
+    gathers in all blocks, forward and backward; ``block_all_reduces``: what it sums in each.
+    ``spared_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were
+    counted; a configuration may count their attention layers instead.
     """
 
     num_frozen: int
@@ -105,7 +105,7 @@ class ModelSize:
     scale_bytes: int = 0
     weights: tuple[WeightGroup, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
-    sums: tuple[BlockAllReduces, ...] = ()
+    block_all_reduces: tuple[BlockAllReduces, ...] = ()
     spared_bytes: int = 0
     num_blocks: int = 0
 
@@ -115,7 +115,7 @@ class ModelSize:
         return self.num_frozen + self.num_trained
 
     @property
-    def is_full(self) -> bool:
+    def is_fully_trained(self) -> bool:
         """Whether all weights are trained."""
         return self.num_frozen == 0
 
@@ -131,7 +131,7 @@ class ModelSize:
         return self.trains_embedding or any(w.is_trained for w in blocks)
 
     @property
-    def trained_outside_bytes(self) -> int:
+    def trained_nonblock_bytes(self) -> int:
         """Bytes of the trained matrices that are in no decoder block."""
         ends = (w for w in self.weights if w.is_trained and w.part != "blocks")
         return sum(w.num_bytes for w in ends if not w.is_vector)
@@ -150,7 +150,7 @@ class ModelSize:
 
         ``itemsize``: of a value in matmuls.
         """
-        return max(itemsize, self.trained_itemsize) if self.is_full else itemsize
+        return max(itemsize, self.trained_itemsize) if self.is_fully_trained else itemsize
 
 
 def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
@@ -180,18 +180,19 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
 def _spared_bytes(parameter: nn.Parameter) -> int:
     """Return what 8-bit moments save: codes and scales replace values."""
     num_values = parameter.numel()
-    if not is_in_8_bits(num_values):
+    if not has_8bit_moments(num_values):
         return 0
-    in_8_bits = num_values + 4 * (num_values // BLOCK_8BIT)
+    in_8_bits = num_values + 4 * (num_values // VALUES_PER_8BIT_BLOCK)
     return NUM_MOMENTS * (num_values * parameter.element_size() - in_8_bits)
 
 
 def _group_weights(
     module: LossModel, packed: Mapping[nn.Parameter, PackedLayer]
 ) -> tuple[WeightGroup, ...]:
-    roles, blocks = find_roles(module), _block_numbers(module)
+    roles, blocks = find_tensor_roles(module), _block_numbers(module)
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
-    kinds, trained = group_parameters(module), {p for p in module.parameters() if p.requires_grad}
+    kinds = label_parameters_by_part(module)
+    trained = {p for p in module.parameters() if p.requires_grad}
     adapters = trained if len(trained) < len(list(module.parameters())) else set()
     groups: dict[WeightGroup, list[nn.Parameter]] = {}
     for name, p in module.named_parameters():
@@ -209,12 +210,12 @@ def _group_weights(
     for alike, parameters in groups.items():
         values = {p: packed[p].num_values if p in packed else p.numel() for p in parameters}
         num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        by_block = [0] * (max(blocks.values()) + 1)
+        values_by_block = [0] * (max(blocks.values()) + 1)
         for p in parameters if alike.part == "blocks" else ():
-            by_block[blocks[p]] += values[p]
-        differ = tuple(by_block) if len(set(by_block)) > 1 else ()
+            values_by_block[blocks[p]] += values[p]
+        differ = tuple(values_by_block) if len(set(values_by_block)) > 1 else ()
         total = sum(values.values())
-        held.append(replace(alike, num_values=total, num_bytes=num_bytes, by_block=differ))
+        held.append(replace(alike, num_values=total, num_bytes=num_bytes, values_by_block=differ))
     return tuple(held)
 
 
@@ -231,8 +232,8 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
-    if not size.is_full:
-        routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED)
+    if not size.is_fully_trained:
+        routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED_EXPERTS)
         state -= STATE_COPIES * (routed - routed // layout.expert)
         frozen = _padded_bytes(size.frozen_bytes, size, layout) // (layout.shard * cut)
         return frozen + (size.scale_bytes + state) // cut
@@ -248,7 +249,7 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     whole = sum(w.num_bytes for w in sharded)
     padded = 0
     for weights in sharded:
-        if weights.kind == ROUTED and layout.expert > 1:
+        if weights.kind == ROUTED_EXPERTS and layout.expert > 1:
             spread = replace(weights, shape=weights.row_shard_shape(layout.expert))
             padded += spread.padded(weights.num_bytes, layout.expert_shard, along_any=True)
         else:
@@ -256,7 +257,7 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     return num_bytes * padded // whole if whole else num_bytes
 
 
-def activation_bound(model: Any, tokens: int) -> int:
+def max_activation_bytes(model: Any, tokens: int) -> int:
     """Return a bound in bytes on what a rank keeps of ``tokens`` tokens without recompute.
 
     34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
@@ -275,7 +276,7 @@ def activation_bound(model: Any, tokens: int) -> int:
 
 def _expert_inner_size(model: Any) -> int:
     names = ("moe_intermediate_size", "intermediate_size")
-    inner = next((value for n in names if (value := common_value(model, n))), 0)
+    inner = next((value for n in names if (value := value_shared_by_layers(model, n))), 0)
     return int(max(inner) if isinstance(inner, list) else inner)
 
 
@@ -284,10 +285,10 @@ def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:
 
     Counts the weights, and attention within the document. ``model`` is the transformers config.
     """
-    return weight_flops(size, model) + attention_flops(model, [seq_len]) / seq_len
+    return weight_flops_per_token(size, model) + attention_flops(model, [seq_len]) / seq_len
 
 
-def weight_flops(size: ModelSize, model: Any) -> float:
+def weight_flops_per_token(size: ModelSize, model: Any) -> float:
     """Return the flops of one training step per token in matmuls with weights.
 
     Without recomputation. Two per weight forward and two backward for the gradient of the input,
@@ -297,8 +298,8 @@ def weight_flops(size: ModelSize, model: Any) -> float:
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
     of_input = [w for w in size.weights if w.part == "embedding" and w.is_trained]
-    is_whole = size.is_full or sum(w.num_values for w in of_input) >= embedding > 0
-    routed = [w for w in size.weights if w.kind == ROUTED]
+    is_whole = size.is_fully_trained or sum(w.num_values for w in of_input) >= embedding > 0
+    routed = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
     idle = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in routed)
     idle *= 1 - chosen_expert_share(model)
     return weights - (6.0 if is_whole else 4.0) * embedding - idle

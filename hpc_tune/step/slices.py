@@ -11,23 +11,24 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.model.config_json import common_value
+from hpc_tune.model.config_json import value_shared_by_layers
 from hpc_tune.model.loss import LossModel, find_decoder
 from hpc_tune.step.layout import Layout
 
 # "slice": of the first dimension, "inner slice": of another one.
 TensorRole = Literal["slice", "inner slice", "partial"]
-SLICES = ("slice", "inner slice")
-EXPERTS = "moe_tp_experts"  # the style of a module with stacks of experts
+SLICE_ROLES = ("slice", "inner slice")
+EXPERTS_STYLE = "moe_tp_experts"  # the style of a module with stacks of experts
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
-    *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
+    *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS_STYLE),
 }
 _INNER_SIZES = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
     *("linear_num_key_heads", "linear_num_value_heads"),  # of linear attention
 )
-_PARTIAL_BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see read_tp_plan
+# See read_tp_plan.
+_PARTIAL_FOLLOWERS = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}
 _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
 _ALIGNED_FEATURES = 4  # inner features of an expert in a slice: its matmuls need 16-byte rows
 
@@ -46,7 +47,7 @@ class ExpertStack:
         parameter: nn.Parameter = getattr(self.owner, self.name)
         return parameter
 
-    def cut_adapters(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
+    def adapter_cuts(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
         """Yield each adapter's matrix that a cut along ``dim`` cuts, the other, and the dim."""
         outputs = 2 if getattr(self.owner, "is_transposed", False) else 1  # for peft
         for a, b in self.adapters:
@@ -67,8 +68,10 @@ def read_tp_plan(config: Any) -> dict[str, str]:
         del plan["embed_tokens"]
     for path, style in list(plan.items()):
         parent, _, name = path.rpartition(".")
-        if style == "colwise" and name in _PARTIAL_BETWEEN:
-            plan.setdefault(f"{parent}.{_PARTIAL_BETWEEN[name]}", "replicated_with_grad_allreduce")
+        if style == "colwise" and name in _PARTIAL_FOLLOWERS:
+            plan.setdefault(
+                f"{parent}.{_PARTIAL_FOLLOWERS[name]}", "replicated_with_grad_allreduce"
+            )
     return plan
 
 
@@ -90,7 +93,7 @@ def splits_heads(config: Any) -> bool:
     return any(style == "colwise" and "att" in path for path, style in plan)
 
 
-def attended_heads(config: Any, layout: Layout) -> int:
+def num_attended_heads(config: Any, layout: Layout) -> int:
     """Return the number of query heads for which a rank of the tensor axis computes attention."""
     heads: int = config.num_attention_heads
     return heads // (layout.tensor if splits_heads(config) else 1)
@@ -98,7 +101,7 @@ def attended_heads(config: Any, layout: Layout) -> int:
 
 def gathers_keys(config: Any, layout: Layout) -> bool:
     """Whether ranks that share rows gather keys, because they do not divide the attention heads."""
-    return layout.context > 1 and attended_heads(config, layout) % layout.context != 0
+    return layout.context > 1 and num_attended_heads(config, layout) % layout.context != 0
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
@@ -109,20 +112,20 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
             f"{config.model_type} model's matrices; use parallel.shard"
         ]
-    heads = common_value(config, "num_attention_heads")
+    heads = value_shared_by_layers(config, "num_attention_heads")
     if heads is None:
         return [
             f"parallel.tensor={ranks}: the layers of this {config.model_type} model differ in "
             "their numbers of heads; use parallel.shard"
         ]
-    kv_heads = common_value(config, "num_key_value_heads") or heads
+    kv_heads = value_shared_by_layers(config, "num_key_value_heads") or heads
     features = getattr(config, "intermediate_size", None)  # or one for each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
     for name in _INNER_SIZES:
         if isinstance(width := getattr(config, name, None), int) and width:
             counts[name] = width
-    if EXPERTS in plan.values():
+    if EXPERTS_STYLE in plan.values():
         width = counts.get("moe_intermediate_size", counts["intermediate features"])
         counts[f"times {_ALIGNED_FEATURES} inner features of an expert"] = (
             width // _ALIGNED_FEATURES
@@ -151,9 +154,9 @@ def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, in
     """
     plan, cuts = read_tp_plan(config), []
     stacks = find_expert_stacks(layer)
-    is_turned = any(find_style(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
+    is_turned = any(find_tp_style(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
     for stack in stacks:
-        style = find_style(f"{path}.{stack.name}", plan) or ""
+        style = find_tp_style(f"{path}.{stack.name}", plan) or ""
         if style.startswith("packed"):
             cuts.append((stack, 2 if is_turned else 1, 2))
         else:
@@ -161,7 +164,7 @@ def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, in
     return cuts
 
 
-def find_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
+def find_tensor_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
     """Return what ``slice_model`` would leave a rank of each parameter that it changes.
 
     Either a slice, or all of it with a gradient that is a partial sum.
@@ -169,7 +172,7 @@ def find_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
     roles: dict[nn.Parameter, TensorRole] = {}
     head = module.causal_lm().get_output_embeddings()
     for path, layer, style in [*_planned_layers(module), ("", head, "colwise")]:
-        if style == EXPERTS:
+        if style == EXPERTS_STYLE:
             roles |= _roles_of_experts(layer, module.config, path)
             continue
         base, adapters = split_adapters(layer)
@@ -192,7 +195,7 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
     roles: dict[nn.Parameter, TensorRole] = {}
     for stack, dim, _ in stack_cuts(layer, config, path):
         roles[stack.parameter] = "inner slice"
-        for sliced, whole, cut in stack.cut_adapters(dim):
+        for sliced, whole, cut in stack.adapter_cuts(dim):
             roles[sliced.weight] = "inner slice" if cut else "slice"
             roles[whole.weight] = "partial"
     return roles
@@ -203,14 +206,15 @@ class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
     ``forward``: of matmul outputs; ``backward``: of gradients of matmul inputs, the first of them
-    the block's input with ``of_input``; ``routed``: of the gradients of what routers give experts;
+    the block's input with ``includes_block_input``; ``routed``: of the gradients of what routers
+    give experts;
     ``inner_features``: of a token, whose gradients are summed within linear attention.
     """
 
     forward: int
     backward: int
     routed: int = 0
-    of_input: bool = True
+    includes_block_input: bool = True
     inner_features: int = 0
 
 
@@ -226,14 +230,18 @@ def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
 
 
 def _count_in_block(styled: list[tuple[str, Any, str]]) -> BlockAllReduces:
-    experts = sum(style == EXPERTS for _, _, style in styled)
+    experts = sum(style == EXPERTS_STYLE for _, _, style in styled)
     forward = sum(style.startswith("rowwise") for _, _, style in styled)
     inner = [layer for path, layer, style in styled if has_gathered_input(path, style)]
     columns = (path for path, _, style in styled if style.startswith("colwise"))
     sharing = {path.rpartition(".")[0] for path in columns}
-    of_input = not styled or any("attn" in path or "attention" in path for path in sharing)
+    includes_block_input = not styled or any(
+        "attn" in path or "attention" in path for path in sharing
+    )
     features = sum(split_adapters(layer)[0].in_features for layer in inner)
-    return BlockAllReduces(forward + experts, len(sharing) + experts, experts, of_input, features)
+    return BlockAllReduces(
+        forward + experts, len(sharing) + experts, experts, includes_block_input, features
+    )
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:
@@ -251,11 +259,11 @@ def _planned_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
     if not set(plan.values()) <= _STYLES:
         return
     for name, layer in find_decoder(module.causal_lm()).named_modules():
-        if (style := find_style(name, plan)) is not None:
+        if (style := find_tp_style(name, plan)) is not None:
             yield name, layer, style
 
 
-def find_style(name: str, plan: dict[str, str]) -> str | None:
+def find_tp_style(name: str, plan: dict[str, str]) -> str | None:
     """Return the plan's style of a module; ``*`` is the number of a block."""
     return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 

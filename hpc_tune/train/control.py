@@ -38,7 +38,7 @@ from hpc_tune.train.evaluate import (
 )
 from hpc_tune.train.governor import Governor, loader_levers, outcome_facts
 from hpc_tune.train.job import Job
-from hpc_tune.train.metrics import Extremes, FinishedStep, PerRank, Recorder, open_recorder
+from hpc_tune.train.metrics import FinishedStep, RankUsage, Recorder, UsageByRank, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import hash_init_adapter, require_equal_reference
 from hpc_tune.train.saver import SaveClock, Saver, open_saver
@@ -54,40 +54,42 @@ class StepStatus:
 
     ``terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops`` are
     sums over the rows of the step that this rank counts.
-    ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
+    ``saves_due``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
     ``saves_done``: 1 if this rank has finished its part of the current checkpoint, see saver.py.
-    ``garbage``: garbage collection is due. ``levels``: the memory levels that this rank has
-    reached. ``by_source``: the loss tokens of each source of a mixture.
+    ``collection_due``: garbage collection is due. ``levels``: the memory levels that this rank has
+    reached. ``loss_tokens_by_source``: the loss tokens of each source of a mixture.
     """
 
     terms: float
     loss_tokens: float
     tokens: float
     attention_flops: float
-    save: float
+    saves_due: float
     stop: float
     saves_done: float
-    garbage: float
+    collection_due: float
     levels: tuple[float, ...]
-    by_source: tuple[float, ...] = ()
+    loss_tokens_by_source: tuple[float, ...] = ()
 
-    def exchange(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", PerRank]:
-        """Return the sums over all ranks, and each rank's values of ``beside``. Collective.
+    def exchange(self, comm: Comm, usage: RankUsage) -> tuple["StepStatus", UsageByRank]:
+        """Return the sums over all ranks, and each rank's values of ``usage``. Collective.
 
         Each sum is rounded only once, so that it does not depend on the order of the ranks.
         """
-        *own, levels, by_source = astuple(self)
-        numbers = [*own, *levels, *by_source]
-        of_ranks = comm.gather_numbers([*numbers, *astuple(beside)])
-        sums = [math.fsum(number) for number in of_ranks[: len(numbers)]]
+        *own, levels, loss_tokens_by_source = astuple(self)
+        numbers = [*own, *levels, *loss_tokens_by_source]
+        values_by_rank = comm.gather_numbers([*numbers, *astuple(usage)])
+        sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
         of_sources = len(own) + len(levels)
-        terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage = sums[: len(own)]
+        terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
+            : len(own)
+        ]
         summed = StepStatus(
-            *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage),
+            *(terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
             levels=tuple(sums[len(own) : of_sources]),
-            by_source=tuple(sums[of_sources:]),
+            loss_tokens_by_source=tuple(sums[of_sources:]),
         )
-        return summed, PerRank(*of_ranks[len(numbers) :])
+        return summed, UsageByRank(*values_by_rank[len(numbers) :])
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Control:
     def begin(self) -> None:
         """Evaluate before the first step, and repeat an evaluation that a stop interrupted."""
         step = self.trainer.step
-        if self._evaluation.is_missing(step):
+        if self._evaluation.is_overdue(step):
             self._evaluate()
             self.saver.add_evaluation(self._current_state())
         self._job.stop.train()
@@ -158,24 +160,24 @@ class Control:
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        own, of_last = self._own_status(reason), self.recorder.extremes
-        status, of_ranks = own.exchange(self._comm, of_last)
+        own, of_last = self._own_status(reason), self.recorder.own_usage
+        status, values_by_rank = own.exchange(self._comm, of_last)
         self._status = status
-        self._record_last_step(of_ranks)
-        if status.garbage:
+        self._record_last_step(values_by_rank)
+        if status.collection_due:
             gc.collect()
         stop_reason = self._agree_on_stop_reason(reason) if status.stop else None
         saver.advance(status.saves_done)
         for wait_s in saver.pop_waits_s():
             self._clock.record_wait(wait_s)
         micro_size = trainer.loader.micro_size
-        need = self._governor.apply(status.levels, step)
+        need = self._governor.act_on_levels(status.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
         # A save that is due by the clock waits for the one before it. A stop retries a failed one.
         is_new = (saver.committed_step if stop_reason else self._saved_step) != step
-        if is_new and not saver.is_saving and (stop_reason or status.save):
+        if is_new and not saver.is_saving and (stop_reason or status.saves_due):
             self._save()
         if stop_reason:
             saver.finish()
@@ -199,10 +201,10 @@ class Control:
         """Return a context manager that profiles the next step if it is one of those to profile."""
         return self._profile.profiling(self.trainer.step + 1)
 
-    def on_step_out_of_memory(self, ran_out: str | None) -> None:
-        """Handle a step that all ranks gave up; ``ran_out`` is ``Trainer.out_of_memory_reason``."""
-        if ran_out is not None:
-            self._governor.observe_out_of_memory(ran_out)
+    def on_step_out_of_memory(self, failed_allocation: str | None) -> None:
+        """Handle a step that all ranks gave up; ``failed_allocation``: see ``Trainer``."""
+        if failed_allocation is not None:
+            self._governor.observe_out_of_memory(failed_allocation)
 
     def record_step(self, result: StepResult) -> None:
         """Record a finished step; evaluate and save if due. Collective.
@@ -232,7 +234,7 @@ class Control:
             result,
             self._step_s,
             trainer.data_s,
-            [int(tokens) for tokens in status.by_source],
+            [int(tokens) for tokens in status.loss_tokens_by_source],
         )
         recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
         self.recorder.prepare_record(finished, sample, recomputes)
@@ -259,10 +261,10 @@ class Control:
         if saver.committed_step < step:
             self._save()
             saver.finish()
-        if self._evaluation.is_missing(step):
+        if self._evaluation.is_overdue(step):
             reason = self._agree_on_stop_reason(self._job.stop.reason(2 * saver.last_save_s))
             return stopped_outcome(reason, saver.committed_step)
-        self._evaluation.log_change()
+        self._evaluation.log_loss_change()
         if saver.committed_step < step:
             return stopped_outcome("the last checkpoint could not be saved", saver.committed_step)
         return done_outcome(
@@ -272,19 +274,19 @@ class Control:
     def _own_status(self, reason: str | None) -> StepStatus:
         """Return this rank's status. Only rank 0's clock determines when to save."""
         return StepStatus(
-            *self.recorder.count_tokens(self._batches),
-            save=self._clock.due_in_s <= 0,
+            *self.recorder.count_tokens_and_flops(self._batches),
+            saves_due=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
-            garbage=host.is_collection_due(),
+            collection_due=host.is_garbage_collection_due(),
             levels=self._governor.status(),
-            by_source=self.recorder.by_source(self._batches),
+            loss_tokens_by_source=self.recorder.loss_tokens_by_source(self._batches),
         )
 
-    def _record_last_step(self, of_ranks: PerRank) -> None:
+    def _record_last_step(self, values_by_rank: UsageByRank) -> None:
         """Write the last step's metrics, and exclude the time it takes from the current step."""
         began_s = time.monotonic()
-        self.recorder.record(of_ranks)
+        self.recorder.record(values_by_rank)
         self.trainer.began_s += time.monotonic() - began_s
 
     def _agree_on_stop_reason(self, reason: str | None) -> str:
@@ -309,7 +311,7 @@ class Control:
         """Begin a save; if training waits for it, first return freed memory to the system."""
         state, phase = self._current_state(), Phase.SAVE_IN_BACKGROUND
         self._saved_step = state.step
-        self._clock.begin_save()
+        self._clock.record_save_start()
         if self.saver.is_blocking:
             phase = Phase.SAVE_WAITING
             trim_heap()
@@ -360,7 +362,7 @@ def prepare_control(
     governor = Governor(job.step_comm, job.monitor, job.events, levers, previous)
     job.memory_exit.governor = governor
     log_micro_batches(model, plan, loader.micro_size)
-    job.monitor.enter(Phase.FIRST_STEP, "beginning the first step", tell=True)
+    job.monitor.enter(Phase.FIRST_STEP, "beginning the first step", writes_heartbeat=True)
     job.monitor.limit_private_memory()
     optim = with_scaled_lr(config.optim, config.batch.global_size)
     steps = range(step, data.total_steps)
@@ -388,7 +390,7 @@ def prepare_control(
         model_sample=model.weights_fingerprint,
         experts=describe_experts(model.size, model.built.config),
         held_out=held_out or (saved.held_out if saved is not None else ""),
-        start=job.setup_comm.on_rank_0(
+        start=job.setup_comm.run_on_rank_0(
             "looking at the adapter", partial(hash_init_adapter, config.tune)
         ),
         scaled_for=model.built.seq_len if has_length_scaling(model.built.config) else None,

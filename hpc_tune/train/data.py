@@ -14,41 +14,41 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.chunks import describe_unread, is_builtin, list_source_files
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import (
     Paths,
     as_list,
-    describe_read,
+    describe_read_files,
     find_files,
     join_paths,
 )
-from hpc_tune.data.hdf5_format import TokenStore, find_prepared
+from hpc_tune.data.hdf5_format import TokenStore, find_prepared_files
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.order import PackedSampler, SampleOrder
 from hpc_tune.data.packed_rows import MixedRows, PackedRows, sort_by_length
 from hpc_tune.data.preferences import describe_label_imbalance, require_both_labels
-from hpc_tune.data.prepare import PrepareSettings, PreparingRanks, cache_name, prepare_data
+from hpc_tune.data.prepare import PrepareSettings, PreparingRanks, cache_file_name, prepare_data
 from hpc_tune.data.reading import ReadOptions, SplitPart
 from hpc_tune.data.tokenizer import fingerprint, tokenizer_name
 from hpc_tune.data.writer import VERIFIED_FILE, verify_content_once
 from hpc_tune.errors import ConfigError, DataError, find_remedy
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.policy import Phase
-from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
+from hpc_tune.model.tokenizer import load_tokenizer, read_num_embeddings, stop_ids
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import (
     OpenSource,
     SourceConfig,
-    apply_limit,
     build_rows,
-    check_passes,
+    check_source_repeats,
+    limit_documents,
     list_eval_sources,
     list_training_sources,
-    name_in_errors,
+    prefix_errors_with_source,
 )
 from hpc_tune.units import list_some
 from hpc_tune.world.comm import Comm
@@ -125,12 +125,14 @@ def require_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
     cache = Path(data.cache or run_dir / "data")
     for wanted in (*list_training_sources(data), *list_eval_sources(data)):
         if wanted.part != "held-out":
-            comm.on_rank_0(f"looking for {wanted.setting}", partial(_require_source, wanted, cache))
+            comm.run_on_rank_0(
+                f"looking for {wanted.setting}", partial(_require_source, wanted, cache)
+            )
 
 
 def _require_source(wanted: SourceConfig, cache: Path) -> None:
     paths = wanted.path
-    with name_in_errors(wanted):
+    with prefix_errors_with_source(wanted):
         if is_prepared(paths):
             TokenStore.open(Path(join_paths(paths)))
             return
@@ -139,7 +141,7 @@ def _require_source(wanted: SourceConfig, cache: Path) -> None:
         except DataError as error:
             if any(Path(path).exists() for path in as_list(paths)):
                 raise
-            beside = find_prepared(paths, [cache, Path(as_list(paths)[0]).parent])
+            beside = find_prepared_files(paths, [cache, Path(as_list(paths)[0]).parent])
             if not beside:
                 raise
             setting = "path" if wanted.name else wanted.setting
@@ -158,13 +160,13 @@ def open_data(
     had a last step of fewer rows.
     """
     config, comm = model.config, job.setup_comm
-    job.monitor.enter(Phase.DATA, "preparing the data", tell=True)
+    job.monitor.enter(Phase.DATA, "preparing the data", writes_heartbeat=True)
     comm.begin("preparing the data")
     own = LazyTokenizer(model.built.directory, config.data.chat_template)
     sources, held_out = open_sources(config.data, comm, job.dir, own, config.tune.form)
-    comm.on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
+    comm.run_on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
-    step, saved = comm.on_rank_0("looking at the data", lambda: _read_position(checkpoint))
+    step, saved = comm.run_on_rank_0("looking at the data", lambda: _read_position(checkpoint))
     rows = build_rows(config.data, sources, order, saved, comm)
     size = config.batch.global_size
     loader = Loader(
@@ -172,7 +174,7 @@ def open_data(
         order,
         global_size=size,
         rank=resolved.coordinates.data,
-        size=resolved.layout.data_size,
+        size=resolved.layout.data_parallel_size,
     )
     if comm.device.type == "cuda" and resolved.layout.context == 1:  # else only parts are pinned
         loader.pin_batches(comm.device)
@@ -184,16 +186,16 @@ def open_data(
         total_steps = step + math.ceil(max(0, loader.total_rows - consumed) / size)
     data = Data(sources, held_out, loader, total_steps)
     if data.mixture is not None:
-        check = partial(check_passes, config.data.sources or (), data.mixture.phases)
-        for line in comm.on_rank_0("counting passes", lambda: [*check(loader.total_rows)]):
+        check = partial(check_source_repeats, config.data.sources or (), data.mixture.phases)
+        for line in comm.run_on_rank_0("counting passes", lambda: [*check(loader.total_rows)]):
             if comm.is_rank_0:
                 log.warning("%s", line)
-    require = partial(_require_learned, data, order, config.train.eval_rows)
-    comm.on_rank_0("looking at the data", require)
-    comm.on_rank_0(
+    require = partial(_require_loss_tokens, data, order, config.train.eval_rows)
+    comm.run_on_rank_0("looking at the data", require)
+    comm.run_on_rank_0(
         "looking at the chat template", partial(_warn_unknown_stop_token, own, data.counters)
     )
-    template = comm.on_rank_0(
+    template = comm.run_on_rank_0(
         "looking at the chat template",
         lambda: own.tokenizer.chat_template if config.data.chat_template else None,
     )
@@ -203,13 +205,13 @@ def open_data(
 def _warn_unknown_stop_token(own: LazyTokenizer, counters: Counters) -> None:
     """Warn if answers end with a token at which other tools would not stop."""
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
-    if has_prompts and (why := why_not_stopped(own.tokenizer, own.model_dir)):
+    if has_prompts and (why := describe_unknown_stop_token(own.tokenizer, own.model_dir)):
         log.warning("%s", why)
 
 
-def why_not_stopped(tokenizer: Any, model_dir: Path) -> str | None:
+def describe_unknown_stop_token(tokenizer: Any, model_dir: Path) -> str | None:
     """Return a warning if no tool but hpc_tune stops at the token that ends answers, else None."""
-    end = find_answer_end(tokenizer)
+    end = find_answer_end_token(tokenizer)
     stops = stop_ids(tokenizer, model_dir)
     if end is None or tokenizer.convert_tokens_to_ids(end) in stops:
         return None
@@ -230,20 +232,22 @@ def _read_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]
     return (state.step, state.loader) if isinstance(state.loader.get("rows"), int) else (0, None)
 
 
-def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> None:
+def _require_loss_tokens(data: Data, order: SampleOrder, eval_rows: int | None) -> None:
     """Refuse data without a learned (or, if held out, measured) token in the rows that are read.
 
     Sources of a mixture were checked when its phases were determined.
     """
     if data.mixture is None:
         (source,) = data.sources
-        _require_loss(source, order, data.loader.total_rows, "learned")
+        _require_source_loss_tokens(source, order, data.loader.total_rows, "learned")
     for source in data.held_out:
-        with name_in_errors(source):
-            _require_loss(source, replace(order, seed=0), eval_rows, "measured")
+        with prefix_errors_with_source(source):
+            _require_source_loss_tokens(source, replace(order, seed=0), eval_rows, "measured")
 
 
-def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str) -> None:
+def _require_source_loss_tokens(
+    source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str
+) -> None:
     """Refuse data if none of the first ``most_rows`` rows has a token that carries loss.
 
     This can happen with data prepared for a longer seq_len: all answers may lie beyond the run's.
@@ -270,17 +274,17 @@ def open_sources(
     """Open the training and held-out sources; prepare raw ones first. Collective."""
     training, held_out = list_training_sources(data), list_eval_sources(data)
     apart = [] if data.eval_fraction else held_out
-    comm.on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
+    comm.run_on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
     tokenizers = {data.chat_template: own}
 
-    def ready(wanted: SourceConfig) -> OpenSource:
+    def open_source(wanted: SourceConfig) -> OpenSource:
         template = wanted.data.chat_template
         lazy = tokenizers.setdefault(template, LazyTokenizer(own.model_dir, template))
         what = wanted.path, wanted.data, lazy, comm, run_dir, wanted.part, form
-        with name_in_errors(wanted):
-            return apply_limit(wanted, open_or_prepare(*what), warns=comm.is_rank_0)
+        with prefix_errors_with_source(wanted):
+            return limit_documents(wanted, open_or_prepare(*what), warns=comm.is_rank_0)
 
-    return [*map(ready, training)], [*map(ready, held_out)]
+    return [*map(open_source, training)], [*map(open_source, held_out)]
 
 
 def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
@@ -293,7 +297,7 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
     require_both_labels(
         good, others, ", ".join(source.store.attributes.source for source in sources)
     )
-    weights = tune.numbers["desirable_weight"], tune.numbers["undesirable_weight"]
+    weights = tune.coefficients["desirable_weight"], tune.coefficients["undesirable_weight"]
     if why := describe_label_imbalance(good, others, *weights):
         log.warning("%s", why)
 
@@ -327,19 +331,19 @@ def open_or_prepare(
 ) -> TokenStore:
     """Open prepared data. All ranks prepare raw data first; later starts reuse the result."""
 
-    def open_it(file: Path, is_new: bool = False) -> TokenStore:
+    def open_store(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
         store.require_form(form)
         if comm.is_rank_0:
             store.require_tokenizer(own.tokenizer, own.fingerprint)
-            if (rows := embedding_rows(own.model_dir)) is not None:
+            if (rows := read_num_embeddings(own.model_dir)) is not None:
                 highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
                 store.require_embeddings(rows, highest)
             verify_content_once(store, run_dir / VERIFIED_FILE, is_new)
         return store
 
     if is_prepared(path):
-        store = comm.run_and_agree("opening the data", lambda: open_it(Path(join_paths(path))))
+        store = comm.run_and_agree("opening the data", lambda: open_store(Path(join_paths(path))))
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
@@ -348,19 +352,21 @@ def open_or_prepare(
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
-    out = comm.on_rank_0(
+    out = comm.run_on_rank_0(
         "looking at the data",
-        lambda: folder / cache_name(path, own.fingerprint, prepare_settings(data, part, form)),
+        lambda: (
+            folder / cache_file_name(path, own.fingerprint, preparation_settings(data, part, form))
+        ),
     )
-    was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
+    was_prepared = comm.run_on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:
-        comm.on_rank_0("making the data folder", lambda: make_folder(folder))
+        comm.run_on_rank_0("making the data folder", lambda: make_folder(folder))
         tokenizer = comm.run_and_agree("loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, comm, part, form)
-    return comm.run_and_agree("opening the data", lambda: open_it(out, is_new=not was_prepared))
+    return comm.run_and_agree("opening the data", lambda: open_store(out, is_new=not was_prepared))
 
 
-def prepare_settings(
+def preparation_settings(
     data: DataConfig, part: SplitPart = "all", form: Form = "answers"
 ) -> PrepareSettings:
     """Return the preparation settings that follow from the settings of a run."""
@@ -387,13 +393,13 @@ def prepare_file(
     name = f"{join_paths(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
     ranks = PreparingRanks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
-    settings = prepare_settings(data, part, form)
+    settings = preparation_settings(data, part, form)
     counters = prepare_data(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(join_paths(path)):
         listing = find_files(path)
         if len(listing.files) > 1:
-            log.info("%s: %s", join_paths(path), describe_read(listing))
+            log.info("%s: %s", join_paths(path), describe_read_files(listing))
         for line in describe_unread(listing, tokenizer_name(tokenizer)):
             log.warning("%s: %s", join_paths(path), line)
     log.info("prepared %s: %s", name, counters)

@@ -22,7 +22,7 @@ from hpc_tune.probe.gpu_state import (
     EnergyCounter,
     EnergyMeter,
     PartEnergy,
-    find_counters,
+    find_energy_counters,
 )
 from hpc_tune.rundir.facts import ENERGY_EVENT, WHOLE_NODES, read_energy, sum_energy
 from hpc_tune.train.job import Job
@@ -36,11 +36,13 @@ class RunEnergyMeter:
     """Measures energy from its creation until ``end``."""
 
     def __init__(
-        self, job: Job, counters_of: Callable[[Sequence[str]], list[EnergyCounter]] = find_counters
+        self,
+        job: Job,
+        counters_of: Callable[[Sequence[str]], list[EnergyCounter]] = find_energy_counters,
     ) -> None:
         """Begin to measure. Collective."""
         self._job, comm = job, job.setup_comm
-        gpus = _gpus_of_node(comm)
+        gpus = _gpu_addresses_of_node(comm)
         self._meter = None if gpus is None else EnergyMeter(counters_of(gpus))
         self._began_s = time.monotonic()
 
@@ -57,7 +59,7 @@ class RunEnergyMeter:
         if not self._job.setup_comm.is_rank_0:
             return
         nodes = [{name: PartEnergy(*part) for name, part in parts.items()} for parts, _ in rows]
-        fields = sum_nodes(nodes, are_own=all(has_all for _, has_all in rows))
+        fields = sum_node_energy(nodes, are_exclusive=all(has_all for _, has_all in rows))
         fields |= {"tokens": tokens, "seconds": round(time.monotonic() - self._began_s, 3)}
         self._job.events.write(ENERGY_EVENT, step, **fields)
         this_start = sum_energy([{"kind": ENERGY_EVENT, "step": step, **fields}])
@@ -66,7 +68,7 @@ class RunEnergyMeter:
         log.info("energy  %s", energy.full_text)
 
 
-def _gpus_of_node(comm: Comm) -> list[str] | None:
+def _gpu_addresses_of_node(comm: Comm) -> list[str] | None:
     """Return the PCI addresses of this node's GPUs on the node's first rank, else None.
 
     Collective. A GPU that several ranks have slices of is listed once.
@@ -87,12 +89,12 @@ def _has_all_cpus() -> bool:
     return (granted_cpus(os.environ) or 0) >= (os.cpu_count() or 1)
 
 
-def sum_nodes(nodes: Sequence[EnergyByPart], are_own: bool) -> dict[str, Any]:
+def sum_node_energy(nodes: Sequence[EnergyByPart], are_exclusive: bool) -> dict[str, Any]:
     """Return the event's fields for all nodes together (pure).
 
     A node's energy is its own counter's value if there is one, else the sum of its parts. CPUs and
     memory of a node are included only if all of their counters could be read, GPUs one by one.
-    ``are_own``: no other job has CPUs on these nodes.
+    ``are_exclusive``: no other job has CPUs on these nodes.
     """
     total_j, joules = 0.0, dict.fromkeys((WHOLE_NODES, GPUS, CPUS, MEMORY), 0.0)
     whole = known = 0
@@ -113,10 +115,10 @@ def sum_nodes(nodes: Sequence[EnergyByPart], are_own: bool) -> dict[str, Any]:
         "joules": {name: value for name, value in joules.items() if value},
         "nodes": len(nodes),
         "nodes_as_a_whole": whole,
-        "missing": _describe_missing(
+        "missing": _describe_missing_energy(
             [parts for parts in nodes if not _has_counter(parts, NODE)], len(nodes)
         ),
-        "has_others": others and not are_own,
+        "has_others": others and not are_exclusive,
     }
 
 
@@ -128,7 +130,7 @@ def _measured_j(name: str, part: PartEnergy) -> float:
     return part.joules if name == GPUS or part.counted == part.total else 0.0
 
 
-def _describe_missing(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
+def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
     """Return what is missing for nodes without a counter of the whole node, and why."""
     found = []
     for name in (GPUS, CPUS, MEMORY, NODE):

@@ -15,10 +15,10 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
-from hpc_tune.log import ON_ALL_RANKS, log
-from hpc_tune.model.objective import compute_measures, format_measures, zero_rewards
+from hpc_tune.log import SAME_ON_ALL_RANKS, log
+from hpc_tune.model.objective import compute_metrics, format_metrics, zero_rewards
 from hpc_tune.rundir import facts
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -27,8 +27,8 @@ from hpc_tune.train.reference import mean_kl
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
-Batches = Callable[[], Iterable[Batch]]
-HeldOutBatches = Mapping[str, Batches]
+BatchFactory = Callable[[], Iterable[Batch]]
+HeldOutBatches = Mapping[str, BatchFactory]
 
 
 def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> HeldOutBatches:
@@ -40,11 +40,11 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
             SampleOrder(config.data.seq_len, config.data.packing, seed=0),
             num_rows=config.train.eval_rows,
             rank=plan.layout.coordinates(job.setup_comm.world.rank).data,
-            size=plan.layout.data_size,
+            size=plan.layout.data_parallel_size,
             limit=source.limit,
         )
         if data.eval_references:
-            held_out.set_reference(data.eval_references[number])
+            held_out.set_reference_log_probs(data.eval_references[number])
         found[source.name] = partial(_batches_of, held_out, data.loader)
     return found
 
@@ -60,22 +60,26 @@ def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
     return hashlib.sha256(json.dumps([sources, num_rows]).encode()).hexdigest()[:16]
 
 
-def restore_evals(saved: RunState | None, mark: str, events: Events) -> Evals:
-    """Return the evaluations in ``saved`` if they used the held-out data with the hash ``mark``.
+def restore_evals(saved: RunState | None, held_out_hash: str, events: EventsWriter) -> Evals:
+    """Return the evaluations in ``saved`` if they used the held-out data of this hash.
 
     Otherwise log and record the change, and return no evaluations.
     """
     if saved is None:
         return Evals()
     evals = Evals.from_json(saved.evals)
-    if evals.last is None or "" in (mark, saved.held_out) or mark == saved.held_out:
+    if (
+        evals.last is None
+        or "" in (held_out_hash, saved.held_out)
+        or held_out_hash == saved.held_out
+    ):
         return evals
     log.warning(
         "resume: the held-out losses up to step %d are over other held-out data, or another "
         "train.eval_rows: later losses are not compared with them, and the best is chosen among "
         "the later ones only",
         evals.last[0],
-        extra=ON_ALL_RANKS,
+        extra=SAME_ON_ALL_RANKS,
     )
     events.write("held_out", saved.step)
     return Evals()
@@ -133,7 +137,7 @@ class Evaluation:
         is_end = step == 0 or step >= self._total
         return is_end or (self._every is not None and step % self._every == 0)
 
-    def is_missing(self, step: int) -> bool:
+    def is_overdue(self, step: int) -> bool:
         """Whether an evaluation is due after ``step`` and has not been done."""
         return self.is_due(step) and self.evals.loss_at(step) is None
 
@@ -159,8 +163,8 @@ class Evaluation:
         log.info("step %d: evaluating on held-out data", step)
         began_s = time.monotonic()
         losses, all_sums, num = {}, [0.0] * self._plan.num_sums, 0
-        for name, given in self._batches.items():
-            measured = self._evaluate_source(engine, given, margin_s)
+        for name, make_batches in self._batches.items():
+            measured = self._evaluate_source(engine, make_batches, margin_s)
             if measured is None:
                 log.info("step %d: evaluation interrupted to stop in time", step)
                 return None
@@ -171,17 +175,17 @@ class Evaluation:
         if step == 0 and self._has_reference:
             all_sums = [*zero_rewards(all_sums)]
         loss = sum(losses.values()) / len(losses)
-        eval_s, measures = time.monotonic() - began_s, compute_measures(all_sums, num)
+        eval_s, measures = time.monotonic() - began_s, compute_metrics(all_sums, num)
         self.evals = self.evals.with_eval(step, loss, measures.get("chosen_log_prob"))
         for name, own in losses.items():
             if not math.isfinite(own):
                 log.warning(
                     "step %d: the held-out loss%s is %s; it never counts as the best",
                     *(step, f" of {name}" if name else "", own),
-                    extra=ON_ALL_RANKS,
+                    extra=SAME_ON_ALL_RANKS,
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        also = f", {format_measures(measures)}" if measures else ""
+        also = f", {format_metrics(measures)}" if measures else ""
         if list(losses) == [""]:
             losses = {}
         each = ", ".join(f"{name} {own:.4f}" for name, own in losses.items())
@@ -189,17 +193,17 @@ class Evaluation:
         log.info(
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
-        if len(self.evals.chosen) == facts.MIN_FALLS + 1:  # once per falling streak
+        if len(self.evals.chosen) == facts.MIN_LOG_PROB_FALLS + 1:  # once per falling streak
             log.warning(
                 "step %d: %s",
                 step,
                 facts.displacement_warning(self.evals.chosen),
-                extra=ON_ALL_RANKS,
+                extra=SAME_ON_ALL_RANKS,
             )
         return EvalResult(num, eval_s, measures, losses)
 
     def _evaluate_source(
-        self, engine: Engine, given: Batches, margin_s: float
+        self, engine: Engine, make_batches: BatchFactory, margin_s: float
     ) -> tuple[list[float], float, int] | None:
         """Return the sums over a source, their number of loss terms, and the number of loss tokens
         or pairs; None if interrupted. Collective.
@@ -208,7 +212,7 @@ class Evaluation:
 
         def batches() -> Iterator[Batch]:
             nonlocal was_cut
-            for batch in given():
+            for batch in make_batches():
                 if self._comm.sum([self._stop.is_requested(margin_s)]) != [0]:
                     was_cut = True
                     return
@@ -223,7 +227,7 @@ class Evaluation:
         is_tokens = self._plan.num_sums == 1
         return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
-    def log_change(self) -> None:
+    def log_loss_change(self) -> None:
         """Log how the held-out loss changed over the run, with the steps if nothing is held out any
         more, since the newest loss is then of an earlier step.
         """

@@ -1,7 +1,7 @@
 """How a run ends early: with an error, or asked to stop before the first step.
 
-in_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
-                    ends every rank
+join_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
+                                    ends every rank
 startup_watchdog    stops the phases before the first step, which cannot check the stop flag
 MemoryExit          stops a run that runs out of memory between two steps: the monitor's thread sees
                     the limit near, or an allocation fails; exit code 75, and the run can be resumed
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from hpc_tune.config.schema import MemoryConfig, RunSettings
 from hpc_tune.errors import (
     EXIT_FAILED,
-    EXIT_USER,
+    EXIT_USER_ERROR,
     ConfigError,
     DiskError,
     GoneError,
@@ -33,17 +33,17 @@ from hpc_tune.log import configure_logging, log, print_line
 from hpc_tune.memory.device import (
     describe_failed_allocation,
     find_device_memory,
-    is_device_error,
+    is_device_oom,
     is_out_of_memory,
 )
-from hpc_tune.memory.host import find_limit
-from hpc_tune.memory.monitor import MemoryShortage, Monitor
-from hpc_tune.packages import why_unusable
+from hpc_tune.memory.host import find_host_limit
+from hpc_tune.memory.monitor import MemoryMonitor, MemoryShortage
+from hpc_tune.packages import why_import_failed
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.facts import append_failure_details
-from hpc_tune.rundir.json_lines import EVENTS, Events
+from hpc_tune.rundir.json_lines import EVENTS_FILE, EventsWriter
 from hpc_tune.rundir.outcome import Outcome, stopped_outcome
-from hpc_tune.rundir.owner import PREPARED_FOLDER, InUseError, release_run, remove_new_files
+from hpc_tune.rundir.owner import PREPARED_FOLDER, InUseError, release_lock, remove_new_files
 from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
@@ -52,18 +52,18 @@ from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.failure import (
     Failure,
     announce_exit,
+    claim_failure_report,
     end_world,
     exit_code_of,
     is_broken_connection,
     print_failure,
-    report_failure,
 )
 from hpc_tune.world.processes import release_spare_files
 from hpc_tune.world.stop import StopFlag, process_start_s
 
 
 @contextmanager
-def in_world(
+def join_world(
     settings: RunSettings, run_dir: Path | None, join: Callable[..., Comm] | None = None
 ) -> Iterator[Comm]:
     """Join the world for a block; an error in the block ends every rank.
@@ -85,7 +85,7 @@ def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[N
     except KeyboardInterrupt:
         fail_run(comm, InterruptError(), run_dir)
     except Exception as error:
-        why = why_unusable(error)  # of a package: ranks import some late
+        why = why_import_failed(error)  # of a package: ranks import some late
         fail_run(comm, error if why is None else ConfigError(why), run_dir)
 
 
@@ -127,22 +127,22 @@ def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> N
 
 
 def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int:
-    _remove_refused_start(comm, error, run_dir)
+    _clean_up_refused_start(comm, error, run_dir)
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
-        release_run(run_dir, comm.nonce)
+        release_lock(run_dir, comm.nonce)
     return code
 
 
-def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
+def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
     """Remove the files that a refused start made in the run directory, and report what remains.
 
     Only rank 0 does this: it knows what was there before, and other hosts may see another folder.
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    before, is_refused = comm.resume_point.before, exit_code_of(error) == EXIT_USER
+    before, is_refused = comm.resume_point.before, exit_code_of(error) == EXIT_USER_ERROR
     if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
         words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
         print_line(f"this start left {words} in run.dir={run_dir}")
@@ -162,12 +162,12 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     writes = is_urgent and first_code is None
     if writes:  # a rank that is short of memory writes this before anything that takes time
         _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
-    told = report_failure(comm, error)
+    told = claim_failure_report(comm, error)
     if told is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
         first_code = None if writes else _first_reported_code(comm, error, run_dir)
         return code if first_code is None else first_code, writes
-    if first_code is None and not is_urgent:  # report_failure took time: look again
+    if first_code is None and not is_urgent:  # claim_failure_report took time: look again
         first_code = _first_reported_code(comm, error, run_dir)
         if first_code is not None and _may_be_consequence(error):
             return first_code, False
@@ -220,7 +220,7 @@ def _first_reported_code(
         else outcome.read_outcome_of_start(run_dir, start, process_start_s())
     )
     if told is None:  # the file may become visible later than the rank's message arrives
-        return None if comm is None or comm.watch is None else comm.watch.reported_code
+        return None if comm is None or comm.watch is None else comm.watch.reported_exit_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
     is_cut_from = isinstance(error, LostHostError) and has_store
     return None if is_cut_from and told.get("lost_hosts") else int(told["exit_code"])
@@ -252,7 +252,7 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
     try:
         outcome.write_outcome(result, run_dir, None if comm is None else comm.nonce)
         # The next start replaces outcome.json; this event still lets reports tell how it ended.
-        events = Events(run_dir / EVENTS)
+        events = EventsWriter(run_dir / EVENTS_FILE)
         rank, began_s = result.facts.get("rank", 0), process_start_s()
         events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
         events.close()
@@ -308,7 +308,7 @@ class StartupWatchdog:
         return self._stop.reason(margin_s) if self._stop.is_requested(margin_s) else None
 
 
-def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Monitor:
+def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> MemoryMonitor:
     """Return this rank's monitor; the first rank of each node writes the node's heartbeat.
 
     Raises:
@@ -317,8 +317,8 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
     world, beat = comm.world, None
     if world.local_rank == 0:
         path = outcome.heartbeat_path(run_dir, world.node)
-        beat = outcome.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
-    monitor = Monitor(
+        beat = outcome.HeartbeatFile(path, world.hostname, find_host_limit(memory.host_limit))
+    monitor = MemoryMonitor(
         memory.host_limit,
         faults.device or find_device_memory(comm.device),
         memory.governor,
@@ -350,7 +350,7 @@ class MemoryExit:
     """Ends a run that is short of memory. ``governor``: None before training begins."""
 
     def __init__(
-        self, comm: Comm, monitor: Monitor, run_dir: Path, resume_point: ResumePoint
+        self, comm: Comm, monitor: MemoryMonitor, run_dir: Path, resume_point: ResumePoint
     ) -> None:
         self.governor: Governor | None = None
         self._comm, self._monitor = comm, monitor
@@ -365,11 +365,11 @@ class MemoryExit:
         if self._monitor.mode != "on" or not is_out_of_memory(error):
             return error
         device = self._monitor.device
-        if device is not None and is_device_error(error):
+        if device is not None and is_device_oom(error):
             need = self._monitor.device_shortage(device.sample())
         else:
             sample = self._monitor.take_peaks()
-            need = self._monitor.describe_shortage(sample.host_bytes if sample else 0)
+            need = self._monitor.host_shortage(sample.host_bytes if sample else 0)
         words = f"{need.words}; an allocation failed: {describe_failed_allocation(error)}"
         return self._make_error(replace(need, words=words))
 

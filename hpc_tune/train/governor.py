@@ -17,7 +17,7 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.log import log
 from hpc_tune.memory.device import empty_caches
 from hpc_tune.memory.host import own_bytes, trim_heap
-from hpc_tune.memory.monitor import MemorySample, MemoryShortage, Monitor
+from hpc_tune.memory.monitor import MemoryMonitor, MemorySample, MemoryShortage
 from hpc_tune.memory.policy import (
     Action,
     ActionDecision,
@@ -25,10 +25,10 @@ from hpc_tune.memory.policy import (
     Level,
     PolicyState,
     decide_action,
+    decide_after_device_oom,
     next_actions_after_oom,
-    relieve_device,
 )
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -54,8 +54,8 @@ class Governor:
     def __init__(
         self,
         comm: Comm,
-        monitor: Monitor,
-        events: Events,
+        monitor: MemoryMonitor,
+        events: EventsWriter,
         levers: Mapping[Action, ActionHandle],
         previous: PreviousRun,
     ) -> None:
@@ -98,21 +98,21 @@ class Governor:
         self._failed_allocation = None
         if sample is not None:
             self._sample = sample
-            self._levels = self._monitor.levels(sample)
+            self._levels = self._monitor.update_levels(sample)
 
-    def observe_out_of_memory(self, failed: str) -> None:
-        """Note that this rank's device ran out of memory; ``failed`` describes the allocation."""
-        self._failed_allocation, self._sample = failed, self._monitor.take_peaks()
+    def observe_out_of_memory(self, failed_allocation: str) -> None:
+        """Note that this rank's device ran out of memory; ``failed_allocation`` describes how."""
+        self._failed_allocation, self._sample = failed_allocation, self._monitor.take_peaks()
         self._levels = (self._levels[0], Level.CRITICAL)
 
     def status(self) -> tuple[float, ...]:
         """Return this rank's part of the boundary's sums: 1.0 for each level it has reached."""
         return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
-    def apply(self, counts: Sequence[float], step: int) -> MemoryShortage | None:
+    def act_on_levels(self, level_counts: Sequence[float], step: int) -> MemoryShortage | None:
         """Act on the ranks' levels; return the shortage if the run must leave. Collective."""
         host, device = (
-            Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
+            Level(sum(count > 0 for count in level_counts[start : start + len(_LEVELS)]))
             for start in (0, len(_LEVELS))
         )
         level, decision = max(host, device), None
@@ -121,7 +121,7 @@ class Governor:
         if decision is None and level == self._reported:
             return None
         own = self._local_fill("device" if device >= host else "host")
-        worst = max(self._comm.gather(own), key=lambda share: share.full)
+        worst = max(self._comm.gather(own), key=lambda share: share.used_fraction)
         if level != self._reported:
             self._reported = level
             self._report(step, worst, f"memory is {level.description}", level=level.name.lower())
@@ -148,9 +148,11 @@ class Governor:
         self, host: Level, device: Level
     ) -> tuple[PolicyState, ActionDecision | None]:
         if device == Level.CRITICAL and host < Level.WILL_EXCEED:
-            return relieve_device(self._policy, self._available_actions("device"))
+            return decide_after_device_oom(self._policy, self._available_actions("device"))
         level = max(host, device)
-        short_of = [of for of, own in (("host", host), ("device", device)) if own == level]
+        short_of = [
+            memory_kind for memory_kind, own in (("host", host), ("device", device)) if own == level
+        ]
         return decide_action(self._policy, level, self._available_actions(*short_of))
 
     def _available_actions(self, *short_of: str) -> frozenset[Action]:
@@ -169,31 +171,29 @@ class Governor:
 
     def _set_level(self, action: Action) -> str:
         """Apply an action as often as the ladder has taken it; describe the resulting setting."""
-        return self._levers[action].set_level(self._policy.taken.count(action))
+        return self._levers[action].apply_times(self._policy.taken.count(action))
 
-    def _local_fill(self, of: Literal["host", "device"]) -> "_MemoryFill":
+    def _local_fill(self, memory_kind: Literal["host", "device"]) -> "_MemoryFill":
         """Return how full this rank's memory is; host memory if there is no device."""
         sample = self._sample
         if sample is None:
-            return _MemoryFill(0.0, self._monitor.describe_shortage(0), {}, "")
-        full, need = (
-            sample.host_bytes / sample.host_limit_bytes,
-            self._monitor.describe_shortage(sample.host_bytes),
-        )
+            return _MemoryFill(0.0, self._monitor.host_shortage(0), {}, "")
+        used_fraction = sample.host_bytes / sample.host_limit_bytes
+        need = self._monitor.host_shortage(sample.host_bytes)
         text = f"{need.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
         if (device := sample.device) is not None:
             text += f", device {_format_fraction(device.used_bytes, device.limit_bytes)}"
             facts |= {f"device_{key}": value for key, value in asdict(device).items()}
-            if of == "device":
-                full = device.used_bytes / device.limit_bytes
+            if memory_kind == "device":
+                used_fraction = device.used_bytes / device.limit_bytes
                 need = self._monitor.device_shortage(device)
         if self._failed_allocation is not None:
-            full, text = inf, f"{text}, {self._failed_allocation}"
+            used_fraction, text = inf, f"{text}, {self._failed_allocation}"
             need = replace(
                 need, words=f"{need.words}; an allocation failed: {self._failed_allocation}"
             )
-        return _MemoryFill(full, need, facts, text)
+        return _MemoryFill(used_fraction, need, facts, text)
 
     def _perform_action(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
         result = self._set_level(decision.action)
@@ -211,7 +211,7 @@ class Governor:
 class _MemoryFill:
     """How full one rank's memory is: the share in use, and the figures."""
 
-    full: float
+    used_fraction: float
     need: MemoryShortage
     facts: Mapping[str, Any]
     text: str

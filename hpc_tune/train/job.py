@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hpc_tune.autotune.candidates import Candidate
 from hpc_tune.checkpoint.store import Store
-from hpc_tune.config.load import write_resolved
+from hpc_tune.config.load import write_resolved_config
 from hpc_tune.config.schema import RunConfig, RunSettings
 from hpc_tune.errors import ConfigError, find_remedy
 from hpc_tune.faults import Faults
 from hpc_tune.log import log, log_to_file
-from hpc_tune.memory.monitor import Monitor
+from hpc_tune.memory.monitor import MemoryMonitor
 from hpc_tune.rundir import outcome
-from hpc_tune.rundir.json_lines import EVENTS, RESOLVED_CONFIG, STARTING_CONFIG, Events
+from hpc_tune.rundir.json_lines import EVENTS_FILE, RESOLVED_CONFIG, STARTING_CONFIG, EventsWriter
 from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.rundir.owner import (
     RunLock,
@@ -35,11 +35,11 @@ from hpc_tune.train.exit import (
 )
 from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.liveness import HangWatch
-from hpc_tune.world.nccl import TRACE_FOLDER, write_trace
+from hpc_tune.world.nccl import TRACE_FOLDER, write_collectives_trace
 from hpc_tune.world.stop import StopFlag, process_start_s
-from hpc_tune.world.watch import RollCall, StepLimit
+from hpc_tune.world.watch import RollCall, StallWatch
 
-LOGS = "logs"
+LOGS_FOLDER = "logs"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Job:
     dir: Path
     previous: PreviousRun
     store: Store
-    events: Events
-    monitor: Monitor
+    events: EventsWriter
+    monitor: MemoryMonitor
     memory_exit: MemoryExit
     resume_point: ResumePoint
     owner: RunLock
@@ -68,12 +68,12 @@ class Job:
     chosen: Candidate | None
     faults: Faults
 
-    def step_limit(self) -> StepLimit:
+    def step_limit(self) -> StallWatch:
         """Return a watchdog that ends the world if training makes no progress."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
         lost = partial(fail_run, self.setup_comm, run_dir=self.dir)
-        keep = partial(write_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
-        return StepLimit(comm, self.config.run.timeout, lost, keep)
+        keep = partial(write_collectives_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
+        return StallWatch(comm, self.config.run.timeout, lost, keep)
 
 
 @contextmanager
@@ -91,28 +91,30 @@ def open_job(
     resume_point = comm.resume_point
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail_run, comm, run_dir=run_dir)
-        comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
+        comm = replace(comm, hang_watch=HangWatch(config.run.timeout, lost))
         keep = config.checkpoint
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
         owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), lost)
-        resume_point.before = comm.on_rank_0(
+        resume_point.before = comm.run_on_rank_0(
             "looking at the run directory", lambda: list_run_files(run_dir)
         )
-        last = comm.on_rank_0(
+        last = comm.run_on_rank_0(
             "making the run directory",
-            lambda: _make_run_dir(run_dir, owner, config.run, partial(write_resolved, config)),
+            lambda: _make_run_dir(
+                run_dir, owner, config.run, partial(write_resolved_config, config)
+            ),
         )
         _require_shared(comm, run_dir)
         owner.remember_folder()
         events = comm.run_and_agree(
-            "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
+            "opening the events", lambda: EventsWriter(run_dir / EVENTS_FILE if is_rank_0 else None)
         )
         monitor = comm.run_and_agree(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.with_step_timeout()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
-        own_log = log_to_file(run_dir / LOGS / f"rank-{comm.world.rank}.txt")
+        own_log = log_to_file(run_dir / LOGS_FOLDER / f"rank-{comm.world.rank}.txt")
         with own_log, raising_cause(owner.cause_of), raising_cause(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
@@ -149,7 +151,7 @@ def _make_run_dir(
         last = outcome.read_previous_run(run_dir)
         (run_dir / outcome.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
         outcome.clear_heartbeats(run_dir)
-        outcome.begin_outcome(run_dir)
+        outcome.reserve_outcome(run_dir)
         write_settings(run_dir / STARTING_CONFIG)
         if not (run_dir / RESOLVED_CONFIG).exists():
             write_settings(run_dir / RESOLVED_CONFIG)

@@ -17,20 +17,20 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.data.packed_rows import MixedRows
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
-from hpc_tune.memory.monitor import MemorySample, Monitor
-from hpc_tune.model.balance import Router, RouterSums, summarise_load
-from hpc_tune.model.objective import compute_measures
-from hpc_tune.model.shared_rows import own_tokens
+from hpc_tune.memory.monitor import MemoryMonitor, MemorySample
+from hpc_tune.model.balance import Router, RouterSums, summarize_expert_load
+from hpc_tune.model.objective import compute_metrics
+from hpc_tune.model.shared_rows import count_own_tokens
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
 from hpc_tune.rundir.json_lines import (
-    EXPERTS,
-    METRICS,
-    RANKS,
+    EXPERTS_FILE,
+    METRICS_FILE,
+    RANKS_FILE,
     EvalMetrics,
-    Events,
+    EventsWriter,
     ExpertTokens,
-    JsonLines,
+    JsonLinesWriter,
     RankTimes,
     StepMetrics,
     drop_lines_after,
@@ -38,7 +38,7 @@ from hpc_tune.rundir.json_lines import (
 )
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import attention_flops, weight_flops
+from hpc_tune.step.size import attention_flops, weight_flops_per_token
 from hpc_tune.trackers import RunFacts, Trackers, open_trackers
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import EvalResult
@@ -50,10 +50,10 @@ from hpc_tune.world.comm import Comm
 # -- ranks.jsonl: how long each rank works on a step.
 
 
-_MAX_LINES = 200  # of ranks.jsonl: 100,000 steps on 512 ranks take less than a megabyte
+_MAX_RANK_WORK_LINES = 200  # of ranks.jsonl: 100,000 steps on 512 ranks take less than a megabyte
 
 
-class RankWork:
+class RankWorkWriter:
     """Writes each rank's mean seconds of its own work per step; nothing in a world of one rank."""
 
     def __init__(self, size: int, run_dir: Path | None, start_step: int, total_steps: int) -> None:
@@ -62,12 +62,12 @@ class RankWork:
         Raises:
             OSError: if the file cannot be made.
         """
-        self._every = max(1, total_steps // _MAX_LINES)
+        self._every = max(1, total_steps // _MAX_RANK_WORK_LINES)
         self._work_s, self._num_steps = [0.0] * size, 0
-        path = run_dir / RANKS if run_dir is not None and size > 1 else None
+        path = run_dir / RANKS_FILE if run_dir is not None and size > 1 else None
         if path is not None:
             drop_lines_after(path, start_step)
-        self._lines, self._writes = JsonLines(path), path is not None
+        self._lines, self._writes = JsonLinesWriter(path), path is not None
 
     def add(self, step: int, work_s: Sequence[float]) -> None:
         """Add the seconds of a step, by rank; write their means when a line is due."""
@@ -89,16 +89,16 @@ class RankWork:
 
 
 # An expert starves with less than this share of its layer's mean; layers with a mean below
-# _MIN_MEAN tokens are not judged, since chance alone may explain such counts.
-_STARVING_SHARE, _MIN_MEAN = 0.01, 100
+# _MIN_MEAN_TOKENS are not judged, since chance alone may explain such counts.
+_STARVING_SHARE, _MIN_MEAN_TOKENS = 0.01, 100
 _MAX_SHOWN = 8
 
 
-class ExpertLoad:
+class ExpertLoadWriter:
     """Sums the tokens of each expert over steps; writes them at each evaluation and at the end."""
 
     def __init__(
-        self, run_dir: Path, start_step: int, routers: Sequence[Router], events: Events
+        self, run_dir: Path, start_step: int, routers: Sequence[Router], events: EventsWriter
     ) -> None:
         """Write into ``run_dir``, from ``start_step`` on. Only for rank 0.
 
@@ -109,10 +109,10 @@ class ExpertLoad:
         self._counts = [[0] * router.num_experts for router in routers]
         self._since = self._step = start_step
         self._last_warned: Mapping[int, list[int]] = {}
-        path = run_dir / EXPERTS if routers else None
+        path = run_dir / EXPERTS_FILE if routers else None
         if path is not None:
             drop_lines_after(path, start_step)
-        self._lines = JsonLines(path)
+        self._lines = JsonLinesWriter(path)
 
     def add(self, step: int, routers: RouterSums) -> None:
         """Add the tokens of a step."""
@@ -126,9 +126,9 @@ class ExpertLoad:
             return
         line = ExpertTokens(self._step, self._since, self._layers, self._counts)
         self._lines.write(**to_row(line))
-        starved = find_starving(self._layers, self._counts)
+        starved = find_starving_experts(self._layers, self._counts)
         if starved and starved != self._last_warned:
-            message = describe_starving(starved, self._since, self._step)
+            message = describe_starving_experts(starved, self._since, self._step)
             log.warning("%s", message)
             self._events.write("warning", self._step, message=message)
         self._last_warned, self._since = starved, self._step
@@ -140,18 +140,20 @@ class ExpertLoad:
         self._lines.close()
 
 
-def find_starving(layers: Sequence[int], counts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+def find_starving_experts(
+    layers: Sequence[int], counts: Sequence[Sequence[int]]
+) -> dict[int, list[int]]:
     """Return the experts with almost no tokens, by layer number."""
     found = {}
     for layer, row in zip(layers, counts, strict=True):
         mean = sum(row) / len(row)
         few = [expert for expert, count in enumerate(row) if count < _STARVING_SHARE * mean]
-        if few and mean >= _MIN_MEAN:
+        if few and mean >= _MIN_MEAN_TOKENS:
             found[layer] = few
     return found
 
 
-def describe_starving(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
+def describe_starving_experts(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
     """Return a warning about experts that starve, naming a few of them."""
     each = [f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starved.items()]
     return (
@@ -181,7 +183,7 @@ def _describe_comm_time(metrics: StepMetrics) -> str:
     )
 
 
-class Metrics:
+class MetricsWriter:
     """Writes metrics on rank 0 (``run_dir`` given), discards them on the other ranks.
 
     ``steps_s``: seconds of the newest steps. ``advise``: warn once if messages take most of a step.
@@ -197,7 +199,7 @@ class Metrics:
         start_step: int,
         trackers: Trackers | None = None,
         advise: bool = False,
-        experts: ExpertLoad | None = None,
+        experts: ExpertLoadWriter | None = None,
     ) -> None:
         self._experts = experts
         self._advise = advise and run_dir is not None
@@ -205,8 +207,8 @@ class Metrics:
         self.steps_s: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
-            drop_lines_after(run_dir / METRICS, start_step)
-        self._lines = JsonLines(run_dir / METRICS if run_dir else None)
+            drop_lines_after(run_dir / METRICS_FILE, start_step)
+        self._lines = JsonLinesWriter(run_dir / METRICS_FILE if run_dir else None)
         self._trackers = trackers or Trackers()
 
     def record_step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
@@ -287,13 +289,13 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Flops:
-    """Flops: of the ``weights`` per token, of ``attention`` within documents of given lengths, and
-    the ``peak`` per second of all ranks' devices together (None if unknown).
+    """Flops: ``weights_per_token``; ``attention``, by the lengths of documents; and ``peak_per_s``
+    of all ranks' devices together (None if unknown).
     """
 
-    weights: float
+    weights_per_token: float
     attention: Callable[[Sequence[int]], float]
-    peak: float | None
+    peak_per_s: float | None
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,7 @@ class FinishedStep:
 
 
 @dataclass(frozen=True)
-class Extremes:
+class RankUsage:
     """One rank's values of a step for which the extremes over all ranks are written."""
 
     host_bytes: float = 0.0
@@ -327,8 +329,8 @@ class Extremes:
 
 
 @dataclass(frozen=True)
-class PerRank:
-    """The values of ``Extremes`` of all ranks, by rank."""
+class UsageByRank:
+    """The values of ``RankUsage`` of all ranks, by rank."""
 
     host_bytes: Sequence[float]
     host_ranks_bytes: Sequence[float]
@@ -349,33 +351,33 @@ class Recorder:
         plan: StepPlan,
         flops: Flops,
         loader: Loader,
-        monitor: Monitor,
-        metrics: Metrics,
-        rank_work: RankWork,
+        monitor: MemoryMonitor,
+        metrics: MetricsWriter,
+        rank_work: RankWorkWriter,
         mixture: MixedRows | None = None,
     ) -> None:
         self.metrics, self._rank_work = metrics, rank_work
         self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self.tokens = 0
-        self._taken: tuple[StepMetrics, RouterSums | None, Extremes] | None = None
+        self._taken: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
         coordinates = plan.layout.coordinates(comm.world.rank)
-        self._counts_rows = coordinates.counts_rows
+        self._counts_rows = coordinates.represents_rows
         self._part = plan.row_part(coordinates.context)
 
-    def count_tokens(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
+    def count_tokens_and_flops(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss terms, loss tokens, tokens and attention flops of the rows that this rank
         counts.
         """
         counted = batches if self._counts_rows else []
         return (
-            math.fsum(batch.num_terms for batch in counted),
+            math.fsum(batch.num_loss_terms for batch in counted),
             sum(batch.num_loss_tokens for batch in counted),
             sum(batch.num_tokens for batch in counted),
-            sum(self._flops.attention(batch.real_lengths) for batch in counted),
+            sum(self._flops.attention(batch.unpadded_document_lengths) for batch in counted),
         )
 
-    def by_source(self, batches: Sequence[Batch]) -> tuple[int, ...]:
+    def loss_tokens_by_source(self, batches: Sequence[Batch]) -> tuple[int, ...]:
         """Return the loss tokens of each source of a mixture in the rows that this rank counts."""
         if self._mixture is None:
             return ()
@@ -386,7 +388,7 @@ class Recorder:
                 counts[self._mixture.source_and_row(row)[0]] += learned
         return tuple(counts)
 
-    def _by_source_name(self, counts: Sequence[int]) -> dict[str, int] | None:
+    def _key_by_source_name(self, counts: Sequence[int]) -> dict[str, int] | None:
         names = self._mixture.names if self._mixture is not None else ()
         return dict(zip(names, counts, strict=True)) or None
 
@@ -394,11 +396,11 @@ class Recorder:
         self, step: FinishedStep, sample: MemorySample | None, recomputes: bool
     ) -> None:
         """Take in a finished step with its peak memory ``sample``; ``record`` writes it later."""
-        result, step_s, peak = step.result, step.step_s, self._flops.peak
+        result, step_s, peak_per_s = step.result, step.step_s, self._flops.peak_per_s
         self.tokens += step.tokens
-        flops = step.tokens * self._flops.weights + step.attention_flops
+        flops = step.tokens * self._flops.weights_per_token + step.attention_flops
         device = sample.device if sample else None
-        own = Extremes(
+        own = RankUsage(
             sample.host_bytes if sample else 0,
             sample.ranks_bytes if sample else 0,
             device.used_bytes if device else 0,
@@ -414,7 +416,7 @@ class Recorder:
             tokens=step.tokens,
             loss_tokens=step.loss_tokens,
             tokens_per_s=step.tokens / step_s,
-            mfu=flops / step_s / peak if peak else None,
+            mfu=flops / step_s / peak_per_s if peak_per_s else None,
             step_s=step_s,
             data_s=step.data_s,
             comm_s=result.comm_s,
@@ -424,7 +426,7 @@ class Recorder:
             sent_bytes=result.sent_bytes,
             expected_bytes=expected_bytes(
                 self.plan,
-                [own_tokens(batch, self._part) for batch in step.batches],
+                [count_own_tokens(batch, self._part) for batch in step.batches],
                 recomputes,
             ),
             device_util=self._monitor.device_utilization(),
@@ -434,28 +436,30 @@ class Recorder:
             device_bytes=device.used_bytes if device else None,
             device_limit_bytes=device.limit_bytes if device else None,
             samples_seen=self._loader.rows,
-            preferences=compute_measures(result.sums, int(step.terms)),
-            source_tokens=self._by_source_name(step.source_tokens),
-            experts=summarise_load(result.routers, step.tokens),
+            preferences=compute_metrics(result.sums, int(step.terms)),
+            source_tokens=self._key_by_source_name(step.source_tokens),
+            experts=summarize_expert_load(result.routers, step.tokens),
         )
         self._taken = metrics, result.routers, own
 
     @property
-    def extremes(self) -> Extremes:
+    def own_usage(self) -> RankUsage:
         """This rank's values of the step that is prepared but not yet recorded."""
-        return self._taken[2] if self._taken is not None else Extremes()
+        return self._taken[2] if self._taken is not None else RankUsage()
 
-    def record(self, of_ranks: PerRank) -> None:
+    def record(self, values_by_rank: UsageByRank) -> None:
         """Record the prepared step, if there is one, with the values of all ranks."""
         if self._taken is None:
             return
         (metrics, routers, _), self._taken = self._taken, None
-        self._rank_work.add(metrics.step, of_ranks.work_s)
-        self.metrics.record_step(replace(metrics, **_find_extremes(metrics, of_ranks)), routers)
+        self._rank_work.add(metrics.step, values_by_rank.work_s)
+        self.metrics.record_step(
+            replace(metrics, **_find_extremes(metrics, values_by_rank)), routers
+        )
 
     def record_now(self) -> None:
         """Record the step with a separate exchange, before an evaluation or a save. Collective."""
-        self.record(PerRank(*self._comm.gather_numbers(astuple(self.extremes))))
+        self.record(UsageByRank(*self._comm.gather_numbers(astuple(self.own_usage))))
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -463,9 +467,9 @@ class Recorder:
         self._rank_work.close()
 
 
-def _find_extremes(metrics: StepMetrics, of_ranks: PerRank) -> dict[str, Any]:
+def _find_extremes(metrics: StepMetrics, values_by_rank: UsageByRank) -> dict[str, Any]:
     """Return the step's fields that are extremes over all ranks; times rounded to 0.1 ms."""
-    tenths_of_ms = [max(0, round(1e4 * own)) for own in of_ranks.work_s]
+    tenths_of_ms = [max(0, round(1e4 * own)) for own in values_by_rank.work_s]
     most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
     fields: dict[str, Any] = {
         "most_work_s": most / 1e4,
@@ -474,30 +478,30 @@ def _find_extremes(metrics: StepMetrics, of_ranks: PerRank) -> dict[str, Any]:
     }
     for name in ("host_bytes", "host_ranks_bytes", "device_bytes"):
         if getattr(metrics, name) is not None:
-            fields[name] = int(max(getattr(of_ranks, name)))
+            fields[name] = int(max(getattr(values_by_rank, name)))
     return fields
 
 
 def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step: int) -> Recorder:
     """Open the files and trackers that record the steps after ``start_step``. Collective."""
-    comm, peak = job.setup_comm, _peak_flops(job.setup_comm)
+    comm, peak_per_s = job.setup_comm, _peak_flops(job.setup_comm)
 
-    def make_metrics() -> Metrics:
+    def make_metrics() -> MetricsWriter:
         if not comm.is_rank_0:
-            return Metrics(None, data.total_steps, start_step)
+            return MetricsWriter(None, data.total_steps, start_step)
         trackers = _open_run_trackers(job, model, start_step)
         advise, routers = job.chosen is None, model.built.routers
-        experts = ExpertLoad(job.dir, start_step, routers, job.events) if routers else None
-        return Metrics(job.dir, data.total_steps, start_step, trackers, advise, experts)
+        experts = ExpertLoadWriter(job.dir, start_step, routers, job.events) if routers else None
+        return MetricsWriter(job.dir, data.total_steps, start_step, trackers, advise, experts)
 
-    def make_rank_work() -> RankWork:
+    def make_rank_work() -> RankWorkWriter:
         run_dir = job.dir if comm.is_rank_0 else None
-        return RankWork(comm.world.size, run_dir, start_step, data.total_steps)
+        return RankWorkWriter(comm.world.size, run_dir, start_step, data.total_steps)
 
     flops = Flops(
-        weight_flops(model.size, model.built.config),
+        weight_flops_per_token(model.size, model.built.config),
         partial(attention_flops, model.built.config),
-        peak * comm.world.size if peak else None,
+        peak_per_s * comm.world.size if peak_per_s else None,
     )
     metrics = comm.run_and_agree("opening the metrics", make_metrics)
     rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work)

@@ -13,17 +13,17 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.log import SAME_ON_ALL_RANKS, log
 from hpc_tune.model import grouped_matmul
 from hpc_tune.model.adapters import ALL_LINEAR
 from hpc_tune.model.balance import list_routers
-from hpc_tune.model.build import BuiltModel, build, compute_dtype
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.config_json import has_router_losses, refuse_shape
-from hpc_tune.model.experts import is_mixture, require_shardable_experts
+from hpc_tune.model.build import BuiltModel, build, resolve_dtype
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny_model
+from hpc_tune.model.config_json import config_enables_router_loss, refuse_weightless_shape
+from hpc_tune.model.experts import is_mixture_of_experts, require_shardable_experts
 from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
-from hpc_tune.model.language import read_config, why_too_long
-from hpc_tune.model.layers import find_uncalled_linears
+from hpc_tune.model.language import read_config, why_texts_too_long
+from hpc_tune.model.layers import find_unreplaceable_linears
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
 from hpc_tune.model.rotary import has_length_scaling
@@ -41,7 +41,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import (
     ArchitectureCheck,
     check_architecture_cached,
-    name_pattern,
+    wildcard_name,
 )
 from hpc_tune.train.startup.compile_trial import decide_compile
 from hpc_tune.units import format_bytes
@@ -71,12 +71,14 @@ class Model:
         tune, train = self.config.tune, self.config.train
         found = choose_model_kernels(built.config, built.dtype, train.compiles, device, why)
         slow = ""
-        if is_mixture(built.module) and device.type == "cuda":
+        if is_mixture_of_experts(built.module) and device.type == "cuda":
             slow = grouped_matmul.grouped_kernel_fault(device, built.dtype)
             slow = slow or why_experts_loop(built.dtype, device)
-        return replace(found, lora=None if tune.method == "full" else "own", loop_reason=slow)
+        return replace(
+            found, lora=None if tune.method == "full" else "own", expert_loop_reason=slow
+        )
 
-    def require_readable_masks(self, device: torch.device) -> None:
+    def refuse_too_long_masked_rows(self, device: torch.device) -> None:
         """Refuse rows so long that a GPU would silently read their masks at wrong offsets.
 
         torch's memory-efficient attention computes the offset of a token's mask in 32 bits.
@@ -94,8 +96,8 @@ class Model:
             )
 
 
-def build_model(job: Job, fresh: bool) -> Model:
-    """Build the model on the meta device; a ``fresh`` run starts from tune.init_from. Collective.
+def build_model(job: Job, is_fresh: bool) -> Model:
+    """Build the model on the meta device; an ``is_fresh`` run starts at tune.init_from. Collective.
 
     Raises:
         ConfigError: if the model does not support the settings.
@@ -103,7 +105,7 @@ def build_model(job: Job, fresh: bool) -> Model:
     """
     config, comm = job.config, job.setup_comm
     model_dir = prepare_model_dir(config.model.path, comm, job.dir)
-    dtype = compute_dtype(config.model.dtype, comm.device)
+    dtype = resolve_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
         if config.optim.is_8bit:
@@ -113,16 +115,18 @@ def build_model(job: Job, fresh: bool) -> Model:
             rope_scaling=config.model.rope_scaling,
         )
         start = config.tune.init_from
-        is_first = fresh or config.tune.has_reference  # the initial adapter is the reference
+        is_first = is_fresh or config.tune.has_reference  # the initial adapter is the reference
         built = replace(built, seq_len=config.data.seq_len)
         return use_init_adapter(built, Path(start)) if start and is_first else built
 
     built = comm.run_and_agree("building the model", make)
     _log_ignored_parts(built)
     if config.tune.form != "pairs":
-        _log_positions(built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens")
+        _log_position_scaling(
+            built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens"
+        )
     kind = built.config.model_type
-    proof = comm.on_rank_0(
+    proof = comm.run_on_rank_0(
         "trying the architecture",
         lambda: check_architecture_cached(
             read_config(built.directory, built.rope_scaling), config.tune
@@ -133,7 +137,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
     _require_supported(proof, kind, config.parallel, config.tune)
-    _require_trained(built, proof)
+    _require_trained_targets(built, proof)
     _refuse_split_tied_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
@@ -141,15 +145,15 @@ def build_model(job: Job, fresh: bool) -> Model:
         log.warning(
             "data.packing is off, one document per row, since for a %s model %s",
             *(kind, proof.packing),
-            extra=ON_ALL_RANKS,
+            extra=SAME_ON_ALL_RANKS,
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
-    sample = comm.on_rank_0("looking at the model's weights", lambda: built.weights_fingerprint)
+    sample = comm.run_on_rank_0("looking at the model's weights", lambda: built.weights_fingerprint)
     config = config.model_copy(update={"train": decide_compile(job, built)})
     built = _with_router_watch(built, proof, config.train.compiles)
     model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)
-    model.require_readable_masks(comm.device)
+    model.refuse_too_long_masked_rows(comm.device)
     return model
 
 
@@ -160,18 +164,20 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
     """
     if model.config.tune.form != "pairs":
         return model
-    longest = comm.on_rank_0(
+    longest = comm.run_on_rank_0(
         "looking at the pairs", lambda: max(store.longest_side() for store in sources)
     )
-    _log_positions(model.built, longest, f"{longest} tokens, the longest answer with its prompt,")
+    _log_position_scaling(
+        model.built, longest, f"{longest} tokens, the longest answer with its prompt,"
+    )
     return replace(model, built=replace(model.built, seq_len=longest))
 
 
-def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
+def _log_position_scaling(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of ``longest`` tokens; ``what`` describes the texts."""
-    too_long = why_too_long(built.config, built.directory, built.rope_scaling, longest, what)
+    too_long = why_texts_too_long(built.config, built.directory, built.rope_scaling, longest, what)
     if too_long:
-        log.warning("%s", too_long, extra=ON_ALL_RANKS)
+        log.warning("%s", too_long, extra=SAME_ON_ALL_RANKS)
     if has_length_scaling(built.config):
         log.info("rotary positions are scaled for texts of %s", what)
 
@@ -182,18 +188,18 @@ def _log_ignored_parts(built: BuiltModel) -> None:
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
             "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-            extra=ON_ALL_RANKS,
+            extra=SAME_ON_ALL_RANKS,
         )
-    if has_router_losses(built.directory) and not built.tune.router_losses:
+    if config_enables_router_loss(built.directory) and not built.tune.router_losses:
         log.warning(
             "config.json asks for a loss of the routers (output_router_logits), as left there by "
             "tools that train with one; hpc_tune instead reads tune.router_aux_loss, which is not "
             "set: no such loss is used",
-            extra=ON_ALL_RANKS,
+            extra=SAME_ON_ALL_RANKS,
         )
-    special = sorted({path.rpartition(".")[2] for path in find_uncalled_linears(built.module)})
+    special = sorted({path.rpartition(".")[2] for path in find_unreplaceable_linears(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
-    what += [f"are not in {packed}"] if (packed := built.tune.packed_base) else []
+    what += [f"are not in {packed}"] if (packed := built.tune.base_packing) else []
     if special and what and built.tune.method != "full":
         log.info(
             "%s %s: the model does not call them as linear layers",
@@ -217,12 +223,12 @@ def _require_supported(
                 f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {why}; "
                 f"{instead}"
             )
-    if proof.adapters and tune.packed_base:
+    if proof.adapters and tune.base_packing:
         said, instead = "tune.method=qlora", "use tune.method=lora"
         if tune.base_dtype:
             said, instead = f"tune.base_dtype={tune.base_dtype}", "leave it out"
         raise ConfigError(
-            f"{said}: a {kind} model's base cannot be in {tune.packed_base}: {proof.adapters}; "
+            f"{said}: a {kind} model's base cannot be in {tune.base_packing}: {proof.adapters}; "
             f"{instead}"
         )
     if proof.adapters:
@@ -232,16 +238,16 @@ def _require_supported(
         )
 
 
-def _require_trained(built: BuiltModel, proof: ArchitectureCheck) -> None:
+def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> None:
     """Refuse named targets whose adapters get no gradient; warn of other parts without one."""
-    found = {name_pattern(saved) for saved in built.saved_names.values()}
+    found = {wildcard_name(saved) for saved in built.saved_names.values()}
     untrained = [part for part in proof.untrained.splitlines() if part in found]
     if not untrained:
         return
     tune, kind = built.tune, built.config.model_type
     if tune.method == "full":
         text = "these tensors get no gradient and stay as they are: %s"
-        log.warning(text, ", ".join(untrained), extra=ON_ALL_RANKS)
+        log.warning(text, ", ".join(untrained), extra=SAME_ON_ALL_RANKS)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
     named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
@@ -251,7 +257,7 @@ def _require_trained(built: BuiltModel, proof: ArchitectureCheck) -> None:
     )
     if named:
         raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
-    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=ON_ALL_RANKS)
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=SAME_ON_ALL_RANKS)
 
 
 def _with_router_watch(
@@ -266,7 +272,7 @@ def _with_router_watch(
     """
     kind, losses = built.config.model_type, built.tune.router_losses
     _warn_unpacked_experts(built)
-    if not is_mixture(built.module):
+    if not is_mixture_of_experts(built.module):
         why = f"a {kind} model has no experts"
     elif not proof.score:
         why = f"hpc_tune does not understand how the routers of a {kind} model choose experts"
@@ -280,13 +286,13 @@ def _with_router_watch(
             f"{' and '.join(f'{name}={value:g}' for name, value in losses.items())}: {why}; leave "
             f"{'it' if len(losses) == 1 else 'them'} out"
         )
-    if is_mixture(built.module):
-        log.warning("the tokens of each expert are not counted: %s", why, extra=ON_ALL_RANKS)
+    if is_mixture_of_experts(built.module):
+        log.warning("the tokens of each expert are not counted: %s", why, extra=SAME_ON_ALL_RANKS)
     return built
 
 
 def _warn_unpacked_experts(built: BuiltModel) -> None:
-    packed = built.tune.packed_base
+    packed = built.tune.base_packing
     if packed and (whole := unpacked_stack_bytes(built.module)):
         log.warning(
             "the routed experts of a %s model, %s, are not in %s: the model computes them with "
@@ -294,7 +300,7 @@ def _warn_unpacked_experts(built: BuiltModel) -> None:
             built.config.model_type,
             format_bytes(whole),
             packed,
-            extra=ON_ALL_RANKS,
+            extra=SAME_ON_ALL_RANKS,
         )
 
 
@@ -313,12 +319,12 @@ def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) ->
 
 def prepare_model_dir(path: str, comm: Comm, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
-    refuse_shape(path)
+    refuse_weightless_shape(path)
     if path != BUILTIN_TINY:
         _refuse_adapter(Path(path))
         return Path(path)
     directory = run_dir / "builtin-tiny"
-    comm.on_rank_0("writing builtin:tiny", lambda: write_tiny(directory))
+    comm.run_on_rank_0("writing builtin:tiny", lambda: write_tiny_model(directory))
     return directory
 
 

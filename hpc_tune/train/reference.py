@@ -50,13 +50,13 @@ from hpc_tune.world.device import find_architecture
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of the bytes before
 _BATCHES_PER_READ = 16  # micro-batches, whose results are small
 _VALUES_PER_SUM = 1 << 16  # values in one message
-_VERSION = 2  # raised when the same rows and model get other values; 1 summed tokens in fp32
+_CACHE_VERSION = 2  # raised when the same rows and model get other values; 1 summed tokens in fp32
 # By dtype size in bytes: the relative difference of log-probabilities allowed between two passes,
 # whose matmuls have other rows. A wrong mask, template or base differs by more than a tenth.
-_TOLERANCE = {4: 1e-3, 2: 3e-2}
+_TOLERANCE_BY_ITEMSIZE = {4: 1e-3, 2: 3e-2}
 
 
-def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine) -> Data:
+def attach_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine) -> Data:
     """Return the data with the reference of all answers, computed if not cached. Collective.
 
     ``engine`` must hold the weights that the run begins with.
@@ -67,32 +67,34 @@ def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: En
     if not model.config.tune.has_reference:
         return data
     for source, rows in zip(data.sources, data.packed_sources, strict=True):
-        rows.set_reference(_load_or_compute(job, model, plan, source, engine))
-    data.loader.read_again()
-    references = [_load_or_compute(job, model, plan, source, engine) for source in data.held_out]
+        rows.set_reference_log_probs(_load_or_compute_reference(job, model, plan, source, engine))
+    data.loader.discard_prefetched()
+    references = [
+        _load_or_compute_reference(job, model, plan, source, engine) for source in data.held_out
+    ]
     return replace(data, eval_references=references)
 
 
-def _load_or_compute(
+def _load_or_compute_reference(
     job: Job, model: Model, plan: StepPlan, source: OpenSource, engine: Engine
 ) -> np.ndarray:
     """Return log-probabilities, fp32 [num_documents, 2]."""
     comm, config, store = job.setup_comm, model.config, source.store
     folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
-    file = comm.on_rank_0(
+    file = comm.run_on_rank_0(
         "looking for the reference",
         lambda: folder / f"reference-{_cache_key(model, store, comm.device)}.npy",
     )
-    kept = comm.on_rank_0(
+    kept = comm.run_on_rank_0(
         "reading the reference", partial(_read_reference, file, store.num_documents)
     )
     if kept is not None:
         log.info("reference of %s: %s", source.setting, file)
         return np.asarray(kept)
     began_s = time.monotonic()
-    job.monitor.enter(Phase.REFERENCE, "computing the reference", tell=True)
+    job.monitor.enter(Phase.REFERENCE, "computing the reference", writes_heartbeat=True)
     reference = _compute_reference(job, model, plan, store, engine)
-    comm.on_rank_0("keeping the reference", partial(_write_reference, file, reference))
+    comm.run_on_rank_0("keeping the reference", partial(_write_reference, file, reference))
     log.info(
         "reference of %s: the log-probabilities of %d rows of preferences, in %s; kept in %s",
         *(source.setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
@@ -106,7 +108,7 @@ def _compute_reference(
     comm, config = job.setup_comm, model.config
     data_rank = plan.layout.coordinates(comm.world.rank).data
     order = SampleOrder(config.data.seq_len, config.data.packing, seed=0)
-    rows = HeldOutRows(store, order, rank=data_rank, size=plan.layout.data_size)
+    rows = HeldOutRows(store, order, rank=data_rank, size=plan.layout.data_parallel_size)
     micro_size = decide_micro_size(job, model, plan, engine, None)
     comm.begin("computing the reference")
     reference = np.zeros((store.num_documents, 2), dtype=np.float64)
@@ -120,7 +122,7 @@ def _compute_reference(
     for mismatched in (False, True) if store.form == "labels" else (False,):
         for documents, sums_M2 in _group_results(
             (rows.documents_in(batch), log_probs)
-            for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities())
+            for batch, log_probs in engine.objective_sums(batches(mismatched), LogProbabilities())
         ):
             np.add.at(reference, documents, sums_M2)
     progress.close()
@@ -137,21 +139,23 @@ def _group_results(
 
     A device continues to compute until the sums are read.
     """
-    waiting: list[tuple[list[int], torch.Tensor]] = []
+    pending_results: list[tuple[list[int], torch.Tensor]] = []
     for documents, log_probs in found:
         # A row whose answers have no mismatched ones has no tokens, and so no documents.
         if documents:
-            waiting.append((documents, log_probs.reshape(-1, 2)))
-        if len(waiting) == _BATCHES_PER_READ:
-            yield _copy_to_host(waiting)
-            waiting.clear()
-    if waiting:
-        yield _copy_to_host(waiting)
+            pending_results.append((documents, log_probs.reshape(-1, 2)))
+        if len(pending_results) == _BATCHES_PER_READ:
+            yield _copy_to_host(pending_results)
+            pending_results.clear()
+    if pending_results:
+        yield _copy_to_host(pending_results)
 
 
-def _copy_to_host(waiting: list[tuple[list[int], torch.Tensor]]) -> tuple[list[int], np.ndarray]:
-    values_M2 = torch.cat([values for _, values in waiting]).double().cpu().numpy()
-    return [number for documents, _ in waiting for number in documents], values_M2
+def _copy_to_host(
+    pending_results: list[tuple[list[int], torch.Tensor]],
+) -> tuple[list[int], np.ndarray]:
+    values_M2 = torch.cat([values for _, values in pending_results]).double().cpu().numpy()
+    return [number for documents, _ in pending_results for number in documents], values_M2
 
 
 def hash_init_adapter(tune: TuneConfig) -> str | None:
@@ -199,7 +203,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
     """Return a hash of everything that log-probabilities computed on ``device`` depend on."""
     tune, train = model.config.tune, model.config.train
     facts = [
-        _VERSION,
+        _CACHE_VERSION,
         store.attributes.content,
         store.attributes.tokenizer_fingerprint,
         model.built.identity,
@@ -265,20 +269,20 @@ def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool 
     The host waits for the device only once, at the end.
     """
     counted, found = [], []
-    for batch, log_probs in engine.outputs(mismatched, LogProbabilities(), within_step):
-        if batch.pairs is not None and len(batch.pairs.counts_P2):
+    for batch, log_probs in engine.objective_sums(mismatched, LogProbabilities(), within_step):
+        if batch.pairs is not None and len(batch.pairs.num_loss_tokens_P2):
             counted.append(batch.pairs)
             found.append(log_probs)
     if not found:
         return KlTerms()
     moved_P = torch.cat(found).view(-1, 2)[:, 1].cpu()
-    moved_P = moved_P - torch.cat([pairs.reference_P2[:, 1] for pairs in counted])
-    is_there_P = torch.cat([pairs.counts_P2[:, 1] for pairs in counted]) > 0
+    moved_P = moved_P - torch.cat([pairs.reference_log_probs_P2[:, 1] for pairs in counted])
+    is_there_P = torch.cat([pairs.num_loss_tokens_P2[:, 1] for pairs in counted]) > 0
     moved_P = torch.where(is_there_P, moved_P, 0.0)
     return KlTerms(float(moved_P.double().sum()), int(is_there_P.sum()))
 
 
-def clamped_mean(moved: float, number: float) -> float:
+def clamped_mean_kl(moved: float, number: float) -> float:
     """Return the mean difference of all ranks' mismatched answers, clamped at 0 from below."""
     return max(0.0, moved / max(1.0, number))
 
@@ -288,7 +292,7 @@ def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
 
     It covers all mismatched answers of a step, so it does not depend on ranks or micro-batches.
     """
-    return clamped_mean(*comm.sum([*sum_kl_terms(engine, mismatched)]))
+    return clamped_mean_kl(*comm.sum([*sum_kl_terms(engine, mismatched)]))
 
 
 def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
@@ -299,7 +303,7 @@ def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
     """
     sums = PreferenceSums(*result.sums)
     moved = sums.moved / max(1.0, sums.reference)
-    if moved > _TOLERANCE[plan.itemsize]:
+    if moved > _TOLERANCE_BY_ITEMSIZE[plan.itemsize]:
         raise HpcTuneError(
             f"step 1: the answers' log-probabilities differ by {moved:.2%} from the reference's, "
             "and should be the same before anything is learned. The reference is not of this model "

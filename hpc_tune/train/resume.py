@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
-from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
+from hpc_tune.checkpoint.state import RunState, check_resume, require_same_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, find_damage, newest_valid, read_state
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError, find_remedy
@@ -34,40 +34,40 @@ def find_checkpoint(job: Job) -> Path | None:
         there are checkpoints.
     """
     comm, settings = job.setup_comm, job.config.model_dump()
-    path = _find_requested(comm, job.config.checkpoint.resume, job.store)
+    path = _find_requested_checkpoint(comm, job.config.checkpoint.resume, job.store)
     if path is None:
         job.resume_point.step = 0
         return None
 
     def step_of() -> int:
         state = RunState.from_json(read_state(path), str(path))
-        require_settings(state, settings)
+        require_same_settings(state, settings)
         require_same_init_adapter(state, job.config.tune)
         return state.step
 
     # Compare before anything that takes time, such as preparing data.
-    job.resume_point.step = comm.on_rank_0("comparing with the checkpoint's settings", step_of)
+    job.resume_point.step = comm.run_on_rank_0("comparing with the checkpoint's settings", step_of)
     return path
 
 
-def _find_requested(comm: Comm, wanted: str, store: Store) -> Path | None:
-    if wanted != "auto" and comm.on_rank_0(
-        "looking for checkpoints", lambda: _was_applied(store, wanted)
+def _find_requested_checkpoint(comm: Comm, wanted: str, store: Store) -> Path | None:
+    if wanted != "auto" and comm.run_on_rank_0(
+        "looking for checkpoints", lambda: _was_resume_applied(store, wanted)
     ):
         log.info(
             "checkpoint.resume=%s was applied by an earlier start: resuming from the newest "
             "checkpoint",
             wanted,
         )
-        return _find_newest_valid(comm, store)
+        return _find_newest_valid_checkpoint(comm, store)
     match wanted:
         case "auto":
-            return _find_newest_valid(comm, store)
+            return _find_newest_valid_checkpoint(comm, store)
         case "none":
-            comm.on_rank_0("looking for checkpoints", lambda: _require_no_checkpoints(store))
+            comm.run_on_rank_0("looking for checkpoints", lambda: _require_no_checkpoints(store))
             return None
         case path:
-            comm.on_rank_0("looking for a checkpoint", lambda: _require_manifest(Path(path)))
+            comm.run_on_rank_0("looking for a checkpoint", lambda: _require_manifest(Path(path)))
             if (damage := _find_damage(comm, Path(path))) is not None:
                 raise CheckpointError(damage)
             return Path(path)
@@ -102,9 +102,9 @@ def resume(
         return state
 
     # A sharded checkpoint has a file per rank: rank 0 alone reads all their headers.
-    job.monitor.enter(Phase.LOAD, "loading a checkpoint", tell=True)
+    job.monitor.enter(Phase.LOAD, "loading a checkpoint", writes_heartbeat=True)
     job.setup_comm.begin("loading a checkpoint")
-    index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
+    index = comm.run_on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.run_and_agree("loading a checkpoint", load)
     comm.run_and_agree(
         "restoring the position in the data", lambda: data.loader.restore(saved.loader)
@@ -126,7 +126,7 @@ def keep_settings(job: Job, data: Data) -> None:
     Raises:
         ConfigError: if the file system refuses.
     """
-    job.setup_comm.on_rank_0(
+    job.setup_comm.run_on_rank_0(
         "keeping the settings", lambda: _store_settings(job.dir, data.template)
     )
     job.resume_point.before = None
@@ -143,8 +143,8 @@ def _store_settings(run_dir: Path, template: str | None) -> None:
         ) from None
 
 
-def _find_newest_valid(comm: Comm, store: Store) -> Path | None:
-    paths = comm.on_rank_0("looking for checkpoints", store.steps)
+def _find_newest_valid_checkpoint(comm: Comm, store: Store) -> Path | None:
+    paths = comm.run_on_rank_0("looking for checkpoints", store.step_folders)
     newest = newest_valid(paths, partial(_find_damage, comm), warn=comm.is_rank_0)
     if newest is None and paths:
         raise CheckpointError(
@@ -162,13 +162,13 @@ def _find_damage(comm: Comm, path: Path) -> str | None:
     return next((damage for damage in comm.gather(own) if damage), None)
 
 
-def _was_applied(store: Store, wanted: str) -> bool:
+def _was_resume_applied(store: Store, wanted: str) -> bool:
     """Return whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
 
     If so, this is the same command again, after a stop or in a requeued job. Checkpoints with a
     damaged manifest are skipped.
     """
-    for path in reversed(store.steps()):
+    for path in reversed(store.step_folders()):
         with contextlib.suppress(CheckpointError):
             state = RunState.from_json(read_state(path), str(path))
             return bool(state.config["checkpoint"]["resume"] == wanted)
@@ -176,7 +176,7 @@ def _was_applied(store: Store, wanted: str) -> bool:
 
 
 def _require_no_checkpoints(store: Store) -> None:
-    if store.steps():
+    if store.step_folders():
         raise ConfigError(
             f"checkpoint.resume=none, but {store.folder} holds checkpoints; choose another "
             "run.dir, or remove them"

@@ -12,21 +12,21 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from hpc_tune.autotune.candidates import Candidate
-from hpc_tune.autotune.search import choose_ranks, compare_step
+from hpc_tune.autotune.search import compare_step_times, measure_and_choose_layout
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.locate import read_template
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import HpcTuneError, find_remedy
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure_logging, log
-from hpc_tune.memory.host import defer_collection
+from hpc_tune.memory.host import defer_garbage_collection
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import OUTCOME_FILE, Outcome, run_report_command, write_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import open_data, require_data
 from hpc_tune.train.energy import RunEnergyMeter
-from hpc_tune.train.exit import ending_world_on_error, in_world, startup_watchdog
+from hpc_tune.train.exit import ending_world_on_error, join_world, startup_watchdog
 from hpc_tune.train.job import Job, open_job
 from hpc_tune.train.model import (
     Model,
@@ -34,14 +34,14 @@ from hpc_tune.train.model import (
     resolve_layout,
     with_scaled_positions,
 )
-from hpc_tune.train.reference import use_reference
+from hpc_tune.train.reference import attach_reference
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import (
     MemoryForecast,
     agree_on_settings,
-    compare_memory,
     preflight,
+    record_memory_peaks,
 )
 from hpc_tune.train.trainer import Trainer, load_engine, make_deterministic
 from hpc_tune.units import format_seconds
@@ -65,18 +65,22 @@ def finish(
     job.setup_comm.begin("ending the run")
     job.stop.end()
     energy.end(control.trainer.step, control.recorder.tokens)
-    compare_memory(job, forecast)
+    record_memory_peaks(job, forecast)
     if job.chosen is not None:
-        job.events.write("layout", **compare_step(job.chosen, control.recorder.metrics.steps_s))
+        job.events.write(
+            "layout", **compare_step_times(job.chosen, control.recorder.metrics.steps_s)
+        )
     control.recorder.close()
     control.trainer.loader.close()
-    job.setup_comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, control, ended))
+    job.setup_comm.run_on_rank_0(
+        "ending the run", lambda: _write_outcome(job, model, control, ended)
+    )
     job.stop.ignore_signals()
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
     if job.config.run.report and ended.has_time_left:
-        job.setup_comm.on_rank_0("writing the report", lambda: run_report_command(job.dir))
+        job.setup_comm.run_on_rank_0("writing the report", lambda: run_report_command(job.dir))
     if job.setup_comm.is_rank_0:
         job.owner.close()
 
@@ -87,11 +91,9 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
     if ended.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
-            template, base = (
-                read_template(run_dir, config.data.chat_template),
-                model.built.directory,
-            )
-            out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
+            template = read_template(run_dir, config.data.chat_template)
+            base = model.built.directory
+            out = export_adapter(job.store.step_folders()[-1], config.tune, base, out, template)
         except OSError as error:
             raise HpcTuneError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
         log.info("adapter exported to %s", out)
@@ -103,12 +105,12 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
         if ended.step is not None and ended.step < control.trainer.total_steps:
             log.info("stopped early: %s", ended.reason)
             _log_best_checkpoint(job, control)
-        log.info("done after %d steps. Next: %s", ended.step, next_command(run_dir))
+        log.info("done after %d steps. Next: %s", ended.step, command_to_try_model(run_dir))
     else:
         log.info("%s", _describe_stop(job, control, ended))
 
 
-def next_command(run_dir: Path) -> str:
+def command_to_try_model(run_dir: Path) -> str:
     """Return a shell command to try the tuned model with."""
     return f"python -m hpc_tune generate --run {shlex.quote(str(run_dir))} --prompt '...'"
 
@@ -129,7 +131,9 @@ def _describe_stop(job: Job, control: Control, ended: Outcome) -> str:
 def _log_best_checkpoint(job: Job, control: Control) -> None:
     """Log where the weights with the lowest held-out loss are, since they are not the last ones."""
     step, loss = control.best_evaluation or (None, 0.0)
-    paths = [path for path in job.store.steps() if int(path.name.removeprefix("step-")) == step]
+    paths = [
+        path for path in job.store.step_folders() if int(path.name.removeprefix("step-")) == step
+    ]
     if paths:
         log.info(
             "the lowest held-out loss, %.4f, is that of %s: give it as --run to export or generate",
@@ -161,7 +165,7 @@ def run(
     """
     run_dir = Path(config.run.dir)
     given = nullcontext() if stop is None else closing(stop)
-    with in_world(config.run, run_dir, faults.join) as launched, given:
+    with join_world(config.run, run_dir, faults.join) as launched, given:
         agree_on_settings(launched, config.model_dump(mode="json"))
         stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
@@ -171,7 +175,7 @@ def run(
             return outcome.exit_code
         with startup_watchdog(launched, stop, run_dir, launched.resume_point):
             require_data(config.data, launched, run_dir)
-            chosen, comm = choose_ranks(config, launched)
+            chosen, comm = measure_and_choose_layout(config, launched)
         if comm is None:  # this rank is left out
             return wait_as_idle_rank(launched)
         configure_logging(comm.world.rank)
@@ -180,8 +184,8 @@ def run(
             config = config.model_copy(update={"parallel": parallel})
             outcome = _train(config, comm, stop, chosen, force, faults)
             shutdown(comm)
-        num_outside = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
-        release_idle_ranks(launched.store, num_outside, outcome.exit_code)
+        num_idle = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
+        release_idle_ranks(launched.store, num_idle, outcome.exit_code)
         return outcome.exit_code
 
 
@@ -199,7 +203,7 @@ def _train(
         if chosen is None:
             require_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
-        model = build_model(job, fresh=checkpoint is None)
+        model = build_model(job, is_fresh=checkpoint is None)
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
@@ -209,12 +213,12 @@ def _train(
         layout, parallel = resolved.layout, resolved.parallel
         plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
         engine = load_engine(job, model, plan)
-        data = use_reference(job, model, plan, data, engine)
+        data = attach_reference(job, model, plan, data, engine)
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
         energy = RunEnergyMeter(job)
-        with control.step_limit.watching(), defer_collection():
+        with control.step_limit.watching(), defer_garbage_collection():
             outcome = train(control.trainer, control)
         finish(job, model, forecast, control, energy, outcome)
     return outcome

@@ -18,14 +18,14 @@ from hpc_tune.checkpoint.export import pack_adapter
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import (
+    CheckpointWriter,
     CudaStagingDevice,
     PinnedBlockPool,
     SaveReport,
     SaveReports,
     StagingDevice,
-    Writer,
-    block_bytes,
     choose_staging_bytes,
+    total_block_bytes,
 )
 from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.engine.base import Engine
@@ -36,7 +36,7 @@ from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import StartHistory
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.step.size import MOMENT_NAMES
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -45,7 +45,7 @@ from hpc_tune.world.comm import Comm, ResumePoint
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
-STATE_PREFIXES = tuple(f"{part}." for part in MOMENT_NAMES)
+OPTIMIZER_STATE_PREFIXES = tuple(f"{part}." for part in MOMENT_NAMES)
 _POLL_S = 0.02
 
 
@@ -81,7 +81,7 @@ class _RunningSave:
     state: RunState
     folder: Path
     began_s: float
-    writer: Writer
+    writer: CheckpointWriter
     task: "_ThreadTask[_CommittedCheckpoint | None]"
 
 
@@ -104,7 +104,7 @@ class Saver:
         comm: Comm,
         store: Store,
         engine: Engine,
-        events: Events,
+        events: EventsWriter,
         settings: CheckpointConfig,
         writing: WriteOptions,
         resume_point: ResumePoint,
@@ -163,7 +163,7 @@ class Saver:
         began_s, self._blocked_s = time.monotonic(), 0.0
         with self._count_blocked_time():
             try:
-                folder, name = self._comm.on_rank_0(
+                folder, name = self._comm.run_on_rank_0(
                     "making a checkpoint folder",
                     lambda: (self._store.begin(state.step), os.urandom(8).hex()),
                 )
@@ -190,7 +190,7 @@ class Saver:
                 "evals": state.evals,
                 "held_out": state.held_out,
             }
-            self._comm.on_rank_0(
+            self._comm.run_on_rank_0(
                 "adding an evaluation to a checkpoint",
                 lambda: self._store.change_state(state.step, changes),
             )
@@ -246,18 +246,18 @@ class Saver:
         self._block_pool.keep_between_saves(not self.is_blocking)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
-    def _start_writer(self, parts: dict[Path, list[Region]]) -> Writer:
+    def _start_writer(self, parts: dict[Path, list[Region]]) -> CheckpointWriter:
         writing, kept, budget = self._writing, self._block_pool, 0
         device = writing.device(kept) if writing.device is not None else None
         if not self.is_blocking:
-            total = block_bytes([region for regions in parts.values() for region in regions])
+            total = total_block_bytes([region for regions in parts.values() for region in regions])
             wanted, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
                 wanted, total, on_device, writing.can_allocate, kept.num_bytes
             )
             if budget < total and kept.num_bytes:  # cannot copy all: kept blocks are useless
                 kept.release()
-        return Writer(parts, budget, writing.faults, device)
+        return CheckpointWriter(parts, budget, writing.faults, device)
 
     @contextmanager
     def _count_blocked_time(self) -> Iterator[None]:
@@ -295,7 +295,7 @@ class Saver:
         regions, file = self._engine.regions(), f"{self._comm.world.rank:05d}.safetensors"
         parts = {folder / f"rank-{file}": regions}
         if self._pack is not None:
-            is_state = [r.name.startswith(STATE_PREFIXES) for r in regions]
+            is_state = [r.name.startswith(OPTIMIZER_STATE_PREFIXES) for r in regions]
             parts = {
                 folder / f"{kind}-{file}": list(compress(regions, which))
                 for kind, which in (("rank", is_state), ("weights", [not s for s in is_state]))
@@ -322,8 +322,8 @@ class Saver:
             return None
         is_there = False
         try:
-            all_reports = reports.collect(own, task.check_cancelled)
-            _require_written(all_reports)
+            all_reports = reports.collect(own, task.raise_if_canceled)
+            _require_no_write_errors(all_reports)
             files = [file for report in all_reports for file in report.files]
             path, files = self._commit(save, files, task)
             is_there = True
@@ -341,7 +341,7 @@ class Saver:
         task: "_ThreadTask[_CommittedCheckpoint | None]",
     ) -> tuple[Path, list[WrittenFile]]:
         def require_wanted() -> None:
-            task.check_cancelled()
+            task.raise_if_canceled()
             if not self._writing.owns_folder():
                 raise CheckpointError(f"{save.folder}: another job has taken the run directory")
 
@@ -349,7 +349,7 @@ class Saver:
             weights = [f.name for f in files if f.name.startswith("weights-")]
             rest = [f for f in files if f.name not in weights]
             files = rest + self._pack(save.folder, weights)
-        task.check_cancelled()
+        task.raise_if_canceled()
         state = save.state.to_json()
         return self._store.commit(save.folder, state, files, require_wanted), files
 
@@ -377,7 +377,7 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
     return Saver(*common, writing, job.resume_point, pack)
 
 
-def _require_written(reports: Sequence[SaveReport]) -> None:
+def _require_no_write_errors(reports: Sequence[SaveReport]) -> None:
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise CheckpointError(f"rank {rank}: {report.error}" if rank else report.error)
@@ -399,7 +399,7 @@ class _ThreadTask(Generic[T]):
     def start(self) -> None:
         self._thread.start()
 
-    def check_cancelled(self) -> None:
+    def raise_if_canceled(self) -> None:
         """Record progress; raise in the thread if the work was canceled."""
         self.progress += 1
         if self.done:
@@ -437,7 +437,7 @@ class _ThreadTask(Generic[T]):
 # Only rank 0 watches the clock; the ranks agree at the boundary before each step (control.py).
 
 
-FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a failing save shows early
+FIRST_SAVE_DUE_S = 300.0  # some launchers leave no time to save; and a failing save shows early
 MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 7200.0
 DEFAULT_INTERVAL_S = 1800.0  # until a save has been measured
 # Until the run itself has failed: 419 unplanned interruptions in 54 days of 16,384 GPUs on 2,048
@@ -445,10 +445,10 @@ DEFAULT_INTERVAL_S = 1800.0  # until a save has been measured
 NODE_DAYS_PER_FAILURE = 264.0
 _DAY_S = 86400.0
 _RECENT_SAVES = 5  # the median of the newest saves is used
-_LOGGED_CHANGE = 0.1
+_MIN_LOGGED_CHANGE = 0.1
 
 
-def best_interval_s(wait_s: float, mtbf_s: float) -> float:
+def best_save_interval_s(wait_s: float, mtbf_s: float) -> float:
     """Return the cheapest seconds between saves: sqrt(2 x wait x time between failures).
 
     ``wait_s`` is how long training waits for a save, ``mtbf_s`` the mean time between failures of
@@ -460,7 +460,7 @@ def best_interval_s(wait_s: float, mtbf_s: float) -> float:
     return min(max(math.sqrt(2 * wait_s * mtbf_s), MIN_INTERVAL_S), MAX_INTERVAL_S)
 
 
-def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
+def choose_save_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
     """Return the seconds between saves that follow from a run's history, and why (pure)."""
     if not history.waits_s:
         return (
@@ -476,7 +476,7 @@ def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
         mtbf_s = NODE_DAYS_PER_FAILURE * _DAY_S / num_nodes
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
         why = f"no failure so far, assumed one in {NODE_DAYS_PER_FAILURE:.0f} node-days, {nodes}"
-    interval_s = best_interval_s(wait_s, mtbf_s)
+    interval_s = best_save_interval_s(wait_s, mtbf_s)
     limit = {MIN_INTERVAL_S: ", at least", MAX_INTERVAL_S: ", at most"}.get(interval_s, "")
     limit += f" {format_seconds(interval_s)}" if limit else ""
     return interval_s, (
@@ -500,7 +500,7 @@ class SaveClock:
             self._update_interval()
         elif isinstance(every_minutes, int | float):
             self._interval_s = 60.0 * every_minutes
-        self._saved_at_s = time.monotonic() - max(0.0, (self._interval_s or 0.0) - FIRST_SAVE_S)
+        self._saved_at_s = time.monotonic() - max(0.0, (self._interval_s or 0.0) - FIRST_SAVE_DUE_S)
 
     @property
     def due_in_s(self) -> float:
@@ -509,7 +509,7 @@ class SaveClock:
             return math.inf
         return self._saved_at_s + self._interval_s - time.monotonic()
 
-    def begin_save(self) -> None:
+    def record_save_start(self) -> None:
         """Note that a save begins now."""
         self._saved_at_s = time.monotonic()
 
@@ -522,7 +522,7 @@ class SaveClock:
     def _update_interval(self) -> None:
         ran_s = self._history.running_s + time.monotonic() - self._began_s
         before_s = self._interval_s
-        now = choose_interval(replace(self._history, running_s=ran_s), self._num_nodes)
+        now = choose_save_interval(replace(self._history, running_s=ran_s), self._num_nodes)
         self._interval_s, text = now
-        if before_s is None or abs(self._interval_s / before_s - 1) > _LOGGED_CHANGE:
+        if before_s is None or abs(self._interval_s / before_s - 1) > _MIN_LOGGED_CHANGE:
             log.info("saves   %s", text)

@@ -95,7 +95,7 @@ def _source_config(
 
 
 @contextmanager
-def name_in_errors(source: SourceConfig | OpenSource) -> Iterator[None]:
+def prefix_errors_with_source(source: SourceConfig | OpenSource) -> Iterator[None]:
     """Prefix an error in the block with the source's name, if sources have names."""
     try:
         yield
@@ -105,7 +105,7 @@ def name_in_errors(source: SourceConfig | OpenSource) -> Iterator[None]:
         raise DataError(f"{source.setting}: {error}") from None
 
 
-def apply_limit(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
+def limit_documents(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
     """Return a source with its limit of documents; warn if it has fewer documents."""
     limit, num = wanted.limit, store.num_documents
     if limit is not None and limit > num and warns:
@@ -130,14 +130,14 @@ def build_rows(
     packed = {}
     for source in sources:
         own = replace(order, seed=source_seed(order.seed, source.name))
-        with name_in_errors(source):
+        with prefix_errors_with_source(source):
             packed[source.name] = PackedRows(source.store, own, source.limit)
     settings = data.sources
 
     def count() -> list[MixturePhase]:
         return determine_phases(saved, _mixture_parts(settings, sources, packed), data.new_mixture)
 
-    phases = comm.on_rank_0("counting learned tokens", count)
+    phases = comm.run_on_rank_0("counting learned tokens", count)
     return MixedRows({name: packed[name] for name in phases[-1].parts}, phases)
 
 
@@ -150,7 +150,7 @@ def _mixture_parts(
     parts = {}
     for setting, source in zip(settings, sources, strict=True):
         rows, store = packed[source.name], source.store
-        with name_in_errors(source):
+        with prefix_errors_with_source(source):
             if not (learned := count_learned_tokens(store, rows.seq_len, source.limit)):
                 raise DataError(
                     f"{store.path}: none of its tokens within data.seq_len={rows.seq_len} is "
@@ -191,9 +191,9 @@ def determine_phases(
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the checkpoint's mixture cannot be used: {reason}") from None
-    last, known = phases[-1], _last_parts(phases)
+    last, known = phases[-1], _newest_part_by_source(phases)
     for name in sorted(parts.keys() & known.keys()):
-        if what := _why_other_data(known[name], parts[name]):
+        if what := _describe_data_change(known[name], parts[name]):
             raise ConfigError(
                 f"data.sources: {name} {what}. Give the old data, or another run.dir; or another "
                 "name, with data.new_mixture=true, to continue with it as a separate source"
@@ -221,7 +221,7 @@ def describe_mixture_changes(saved: Mapping[str, Any], phases: Sequence[MixtureP
     return "; ".join(_list_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
 
 
-def _why_other_data(saved: MixturePart, now: MixturePart) -> str:
+def _describe_data_change(saved: MixturePart, now: MixturePart) -> str:
     if saved.content != now.content:
         return "is not the data this run was trained on, or it was prepared in another way"
     if saved.limit != now.limit:
@@ -230,21 +230,19 @@ def _why_other_data(saved: MixturePart, now: MixturePart) -> str:
     return ""
 
 
-def _last_parts(phases: Sequence[MixturePhase]) -> dict[str, MixturePart]:
+def _newest_part_by_source(phases: Sequence[MixturePhase]) -> dict[str, MixturePart]:
     """Return every source that a run has had, as in its last phase with that source."""
     return {name: part for phase in phases for name, part in phase.parts.items()}
 
 
 def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePart]) -> list[str]:
-    last, known = phases[-1], _last_parts(phases)
+    last, known = phases[-1], _newest_part_by_source(phases)
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
         if (before := last.parts.get(name)) is None:
-            changes.append(
-                f"{name} {'back' if name in known else 'new'}, with {part.describe_amount}"
-            )
+            changes.append(f"{name} {'back' if name in known else 'new'}, with {part.amount_text}")
         elif (before.weight, before.epochs) != (part.weight, part.epochs):
-            changes.append(f"{name} {before.describe_amount}, now {part.describe_amount}")
+            changes.append(f"{name} {before.amount_text}, now {part.amount_text}")
     return changes
 
 
@@ -267,8 +265,8 @@ def describe_planned_sources(
         return
     order, sources, packed = SampleOrder(data.seq_len, data.packing, train.seed), [], {}
     for source in wanted:
-        with name_in_errors(source):
-            opened = apply_limit(source, TokenStore.open(join_paths(source.path)))
+        with prefix_errors_with_source(source):
+            opened = limit_documents(source, TokenStore.open(join_paths(source.path)))
             packed[source.name] = PackedRows(opened.store, order, opened.limit)
             sources.append(opened)
     phases = [MixturePhase(_mixture_parts(data.sources, sources, packed))]
@@ -277,10 +275,10 @@ def describe_planned_sources(
         total_rows = train.max_steps * global_size
     for line in compute_progress(phases, total_rows):
         yield f"source  {line}"
-    yield from check_passes(data.sources, phases, total_rows)
+    yield from check_source_repeats(data.sources, phases, total_rows)
 
 
-def check_passes(
+def check_source_repeats(
     sources: Sequence[TrainedSource], phases: Sequence[MixturePhase], total_rows: int
 ) -> Iterator[str]:
     """Yield a warning that names the sources that a run of ``total_rows`` repeats.

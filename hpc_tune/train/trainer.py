@@ -35,7 +35,7 @@ from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import KlTerms, clamped_mean, sum_kl_terms
+from hpc_tune.train.reference import KlTerms, clamped_mean_kl, sum_kl_terms
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import find_architecture
 
@@ -59,13 +59,13 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         comm.device,
         config.optim,
         config.train,
-        reserve=monitor.require_bytes,
+        reserve=monitor.require_free_bytes,
         run_and_agree=comm.run_and_agree,
         faults=job.faults,
-        row_tokens=plan.own_tokens(config.data.seq_len),
+        row_tokens=plan.num_own_tokens(config.data.seq_len),
     )
     uses_zero = plan.parallel.zero_stage is not None
-    monitor.enter(Phase.LOAD, "loading the model", tell=True)
+    monitor.enter(Phase.LOAD, "loading the model", writes_heartbeat=True)
     comm.begin("loading the model")
     return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)
 
@@ -107,7 +107,7 @@ class Trainer:
         self.began_s = self.data_s = self.lr = 0.0
         self.out_of_memory_reason: str | None = None
         self._comm, self._optim = comm, optim
-        self._repeats = engine.repeats_steps and can_repeat
+        self._repeats = engine.can_repeat_steps and can_repeat
         self._position = loader.state()
 
     @property
@@ -161,7 +161,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             self._note_out_of_memory(error)
         moved, number, ran_out = self._comm.sum([*found, self.out_of_memory_reason is not None])
-        return None if ran_out else clamped_mean(moved, number)
+        return None if ran_out else clamped_mean_kl(moved, number)
 
     def _note_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         if not self._repeats:

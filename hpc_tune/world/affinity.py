@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc_tune.cluster.schedulers import granted_cpus
 
-Mask = frozenset[int]
+CpuMask = frozenset[int]
 CoreLookup = Callable[[int], tuple[int, int]]
 ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 
@@ -28,7 +28,7 @@ class CoreShare:
     ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: ranks on them.
     """
 
-    cpus: Mask
+    cpus: CpuMask
     num_cores: int
     threads: int
     pin: bool
@@ -41,15 +41,15 @@ class NumaNode:
     """The NUMA node of a rank's GPU, and its CPUs."""
 
     node: int
-    cpus: Mask
+    cpus: CpuMask
 
 
 def assign_cores(
-    masks: Sequence[Mask],
-    reachable: Mask,
+    masks: Sequence[CpuMask],
+    reachable: CpuMask,
     local_rank: int,
     physical: CoreLookup,
-    near: Sequence[NumaNode | None] = (),
+    gpu_nodes: Sequence[NumaNode | None] = (),
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
@@ -58,11 +58,11 @@ def assign_cores(
     ranks than CPUs, each gets one thread and no pinning. ``physical`` gives (package, core) of a
     CPU, so that a slice holds whole cores.
 
-    ``near``: the NUMA node of each rank's GPU. The mask's CPUs at one node are then split among the
-    ranks whose GPUs are at this node.
+    ``gpu_nodes``: the NUMA node of each rank's GPU. The mask's CPUs at one node are then split
+    among the ranks whose GPUs are at this node.
     """
-    share = _split_cores(masks, reachable, local_rank, physical, near)
-    place = near[local_rank] if near else None
+    share = _split_cores(masks, reachable, local_rank, physical, gpu_nodes)
+    place = gpu_nodes[local_rank] if gpu_nodes else None
     if place is None or not place.cpus or share.cpus & place.cpus:
         return share
     warning = (
@@ -75,31 +75,31 @@ def assign_cores(
 
 
 def _split_cores(
-    masks: Sequence[Mask],
-    reachable: Mask,
+    masks: Sequence[CpuMask],
+    reachable: CpuMask,
     local_rank: int,
     physical: CoreLookup,
-    near: Sequence[NumaNode | None],
+    gpu_nodes: Sequence[NumaNode | None],
 ) -> CoreShare:
     own, num_ranks, warning = masks[local_rank], len(masks), None
-    alike = [rank for rank, mask in enumerate(masks) if mask == own]
-    if num_ranks > 1 and len(alike) == num_ranks > len(own) and len(reachable) > len(own):
+    same_mask_ranks = [rank for rank, mask in enumerate(masks) if mask == own]
+    if num_ranks > 1 and len(same_mask_ranks) == num_ranks > len(own) and len(reachable) > len(own):
         warning = (
             f"the launcher pinned all {num_ranks} ranks of this node to {_format_cpus(own)} while "
             f"{_format_cpus(reachable)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
         own = reachable
-    if len(alike) > len(own):
+    if len(same_mask_ranks) > len(own):
         num_cores = _num_cores(own, physical)
-        return CoreShare(own, num_cores, 1, warning is not None, warning, len(alike))
-    others: Mask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
+        return CoreShare(own, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
+    others: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
     if others & own:
         together = frozenset().union(*masks)
         threads = max(1, _num_cores(together, physical) // num_ranks)
         num_cores = _num_cores(together, physical)
         return CoreShare(own, num_cores, threads, False, warning, num_ranks)
-    cpus = _core_slice(own, len(alike), alike.index(local_rank), physical)
+    cpus = _core_slice(own, len(same_mask_ranks), same_mask_ranks.index(local_rank), physical)
     num_cores = _num_cores(cpus, physical)
     fair = _num_cores(reachable, physical) // num_ranks
     if warning is None and 2 * num_cores <= fair:
@@ -109,12 +109,12 @@ def _split_cores(
             f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )
     pin = cpus != masks[local_rank]
-    if near_cpus := _slice_near_gpu(own, alike, local_rank, physical, near):
+    if near_cpus := _slice_near_gpu(own, same_mask_ranks, local_rank, physical, gpu_nodes):
         cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, physical), True
     return CoreShare(cpus, num_cores, num_cores, pin, warning)
 
 
-def reachable_cpus() -> Mask:
+def widest_cpu_mask() -> CpuMask:
     """Return the CPUs that this process could widen its mask to.
 
     The kernel cuts a mask down to the cpuset, so setting all CPUs shows which are allowed. If the
@@ -132,7 +132,7 @@ def reachable_cpus() -> Mask:
     return now if granted is not None and len(widest) > granted else widest
 
 
-def to_cpu_ranges(mask: Mask) -> list[list[int]]:
+def to_cpu_ranges(mask: CpuMask) -> list[list[int]]:
     """Return the first and last CPU of each contiguous run: a short form to send."""
     runs: list[list[int]] = []
     for cpu in sorted(mask):
@@ -143,7 +143,7 @@ def to_cpu_ranges(mask: Mask) -> list[list[int]]:
     return runs
 
 
-def from_cpu_ranges(runs: Sequence[Sequence[int]]) -> Mask:
+def from_cpu_ranges(runs: Sequence[Sequence[int]]) -> CpuMask:
     """Return the CPUs of ``to_cpu_ranges``."""
     return frozenset(cpu for first, last in runs for cpu in range(first, last + 1))
 
@@ -175,7 +175,7 @@ def apply_core_share(share: CoreShare, threads: int) -> str | None:
     return f"OMP_NUM_THREADS={before} was set and is now {threads}; set run.threads to choose"
 
 
-def move_other_threads(before: Mask, cpus: Mask) -> None:
+def repin_threads_with_mask(before: CpuMask, cpus: CpuMask) -> None:
     """Move this process's threads that have the mask ``before`` to ``cpus``.
 
     The CUDA driver has started some of them by the time the rank's GPU is known.
@@ -203,7 +203,7 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
-def _core_slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
+def _core_slice(mask: CpuMask, num: int, index: int, physical: CoreLookup) -> CpuMask:
     """Return slice ``index`` of ``num`` contiguous slices, of whole cores if there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
@@ -216,32 +216,36 @@ def _core_slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
 
 
 def _slice_near_gpu(
-    mask: Mask,
-    alike: Sequence[int],
+    mask: CpuMask,
+    same_mask_ranks: Sequence[int],
     local_rank: int,
     physical: CoreLookup,
-    near: Sequence[NumaNode | None],
-) -> Mask | None:
+    gpu_nodes: Sequence[NumaNode | None],
+) -> CpuMask | None:
     """Return the rank's slice of the mask's CPUs at its GPU's node.
 
     Return ``None`` for all ranks of the mask if one of them would get no CPU this way: its slice of
     the whole mask would overlap the slices that other ranks take from a node.
     """
-    places = [place for rank in alike if (place := near[rank]) is not None] if near else []
-    if len(alike) == 1 or len(places) < len(alike):
+    places = (
+        [place for rank in same_mask_ranks if (place := gpu_nodes[rank]) is not None]
+        if gpu_nodes
+        else []
+    )
+    if len(same_mask_ranks) == 1 or len(places) < len(same_mask_ranks):
         return None
     if any(len(place.cpus & mask) < places.count(place) for place in places):
         return None
-    index = alike.index(local_rank)
+    index = same_mask_ranks.index(local_rank)
     own = places[index]
     return _core_slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
 
 
-def _num_cores(mask: Mask, physical: CoreLookup) -> int:
+def _num_cores(mask: CpuMask, physical: CoreLookup) -> int:
     return len({physical(cpu) for cpu in mask})
 
 
-def _format_cpus(mask: Mask) -> str:
+def _format_cpus(mask: CpuMask) -> str:
     return "1 CPU" if len(mask) == 1 else f"{len(mask)} CPUs"
 
 
@@ -253,7 +257,7 @@ def _format_cpus(mask: Mask) -> str:
 SYS = Path("/sys")
 
 
-def pci_path(folder: Path, address: str) -> Path:
+def pci_device_path(folder: Path, address: str) -> Path:
     """Return the path from the root complex to a device such as ``"0000:17:00.0"``."""
     return (folder / "bus" / "pci" / "devices" / address).resolve()
 
@@ -266,7 +270,7 @@ def read_numa_node(device: Path) -> int | None:
     return None
 
 
-def read_node_cpus(folder: Path, node: int) -> frozenset[int]:
+def read_numa_node_cpus(folder: Path, node: int) -> frozenset[int]:
     """Return the CPUs of a NUMA node; empty if it has only memory, or is not shown."""
     file = folder / "devices" / "system" / "node" / f"node{node}" / "cpulist"
     with contextlib.suppress(OSError, ValueError):

@@ -21,30 +21,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.cluster.launchers import find_launcher
-from hpc_tune.cluster.protocol import UNKNOWN, Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity, liveness, processes
-from hpc_tune.world.affinity import SYS, read_node_cpus
+from hpc_tune.world.affinity import SYS, read_numa_node_cpus
 from hpc_tune.world.comm import Comm, Peer, StoreKeys, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
     VisibleGpus,
     check_devices,
-    expand_segments,
+    enable_expandable_segments,
     find_visible_gpus,
-    gather_gpus,
+    gather_visible_gpus,
     gpu_numa_nodes,
     hidden_gpus_warning,
     pick_device,
 )
-from hpc_tune.world.discover import World, discover, make_host_key, node_fields, number_nodes
+from hpc_tune.world.discover import World, discover, local_world_fields, make_host_key, number_nodes
 from hpc_tune.world.failure import (
-    FAILED,
+    FAILURE_KEY,
     end_world,
     end_world_on_uncaught,
-    label_of,
+    rank_label,
     watch_launcher,
 )
 from hpc_tune.world.json_channel import (
@@ -55,7 +55,7 @@ from hpc_tune.world.json_channel import (
     StoreChannel,
 )
 from hpc_tune.world.liveness import time_limit
-from hpc_tune.world.nccl import NcclWatch, disable_torch_handling
+from hpc_tune.world.nccl import NcclWatch, disable_nccl_error_handling
 from hpc_tune.world.rendezvous import (
     find_interface_to,
     local_addresses,
@@ -89,12 +89,12 @@ _GLOO_THREAD = "pt_gloo_runloop"
 
 
 def bootstrap(
-    settings: RunSettings, lost: EndWorld = end_world, refuses_unused: bool = True
+    settings: RunSettings, on_failure: EndWorld = end_world, refuses_unused_gpus: bool = True
 ) -> Comm:
     """Form the world and return this rank's part in it; collective over all ranks.
 
-    ``lost`` ends the world when a thread finds another host down or cut off; ``refuses_unused``:
-    refuse ranks that see none of the GPUs granted to them.
+    ``on_failure`` ends the world when a thread finds another host down or cut off;
+    ``refuses_unused_gpus``: refuse ranks that see none of the GPUs granted to them.
 
     Raises:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
@@ -102,8 +102,9 @@ def bootstrap(
     end_world_on_uncaught(None)
     processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
-    who = label_of(None)
-    if claim.launcher not in ("single", UNKNOWN):  # UNKNOWN may end before its ranks, as ssh does
+    who = rank_label(None)
+    # An unknown launcher may end before its ranks, as ssh does.
+    if claim.launcher not in ("single", UNKNOWN_LAUNCHER):
         watch_launcher(who)
     limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)
     with time_limit("all ranks to start", limit_s, _START_HINT, who):
@@ -115,15 +116,17 @@ def bootstrap(
         cores = _gather_core_masks(world, channel)
         share, threads, note = _set_cores(world, cores, settings)
     limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
-    expand_segments(os.environ, settings.device)
+    enable_expandable_segments(os.environ, settings.device)
     _import_torch(channel, max(limit_s, settings.timeout), who)
     with time_limit("all ranks to meet", limit_s, _START_HINT, who):
         store, address, nonce, met = _open_store(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
-        device, warning, near = _choose_device(world, exchange, settings, claim, refuses_unused)
+        device, warning, gpu_nodes = _choose_device(
+            world, exchange, settings, claim, refuses_unused_gpus
+        )
         exchange.close()
-        if near:
-            share, threads, _ = _set_cores(world, cores, settings, near)
+        if gpu_nodes:
+            share, threads, _ = _set_cores(world, cores, settings, gpu_nodes)
     _set_torch_threads(threads)
     cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
     facts = _rank_facts(world, share, threads, [share.warning, note, met])
@@ -137,11 +140,11 @@ def bootstrap(
         store=store,
         nonce=nonce,
         threads=threads,
-        start_s=limit_s,
+        startup_limit_s=limit_s,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(comm)
-    comm = _start_watches(comm, address, settings, lost)
+    comm = _start_watches(comm, address, settings, on_failure)
     _log_world(comm, all_facts, warning)
     return comm
 
@@ -158,11 +161,11 @@ def _rank_facts(
     }
 
 
-def _start_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWorld) -> Comm:
+def _start_watches(comm: Comm, address: str, settings: RunSettings, on_failure: EndWorld) -> Comm:
     if needs_host_watch(comm.world, comm.device):
-        comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
+        comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, on_failure))
     if comm.device.type == "cuda" and comm.world.size > 1:
-        comm = replace(comm, nccl=NcclWatch(comm, settings.timeout, lost))
+        comm = replace(comm, nccl=NcclWatch(comm, settings.timeout, on_failure))
     return comm
 
 
@@ -176,13 +179,13 @@ def needs_host_watch(world: World, device: "torch.device") -> bool:
 
 
 def _log_world(comm: Comm, all_facts: list[dict[str, Any]], warning: str | None) -> None:
-    from hpc_tune.torch_versions import untested_warning
+    from hpc_tune.torch_versions import untested_torch_warning
 
     if not comm.is_rank_0:
         return
     place = affinity.describe_cores([f["cores"] for f in all_facts], comm.world.num_nodes)
     log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
-    _log_warnings([untested_warning(), *(note for f in all_facts for note in f["notes"])])
+    _log_warnings([untested_torch_warning(), *(note for f in all_facts for note in f["notes"])])
     _log_warnings([warning])
 
 
@@ -197,7 +200,7 @@ def shutdown(comm: Comm) -> None:
     import torch.distributed as dist
 
     hint = "see what the other ranks are still doing"
-    with time_limit("all ranks to finish", liveness.END_LIMIT_S, hint, comm.world.label):
+    with time_limit("all ranks to finish", liveness.SHUTDOWN_LIMIT_S, hint, comm.world.label):
         dist.barrier(group=comm.cpu_group)
         if comm.watch is not None:
             comm.watch.close()
@@ -271,16 +274,16 @@ def _open_channel(
 
 def _fill_in_nodes(world: World, channel: Channel | None) -> World:
     """Return ``world`` with the node fields that an unknown launcher did not set."""
-    if world.launcher != UNKNOWN or channel is None:
+    if world.launcher != UNKNOWN_LAUNCHER or channel is None:
         return world
     hosts = channel.all_gather(make_host_key())
     nodes = number_nodes(hosts, hosts, [None] * world.size)
-    return replace(world, **node_fields(world.rank, nodes))
+    return replace(world, **local_world_fields(world.rank, nodes))
 
 
 def _gather_core_masks(
     world: World, channel: Channel | None
-) -> tuple[list[affinity.Mask], affinity.Mask]:
+) -> tuple[list[affinity.CpuMask], affinity.CpuMask]:
     """Return the masks of this node's ranks, and the CPUs that this rank could widen its own to."""
     own = frozenset(os.sched_getaffinity(0))
     masks = [own] * world.local_size  # torchrun pins nothing, so its ranks have equal masks
@@ -288,25 +291,27 @@ def _gather_core_masks(
         rows = channel.all_gather([world.node, world.local_rank, affinity.to_cpu_ranges(own)])
         on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
         masks = [affinity.from_cpu_ranges(runs) for _, runs in on_node]
-    return masks, affinity.reachable_cpus()
+    return masks, affinity.widest_cpu_mask()
 
 
 def _set_cores(
     world: World,
-    cores: tuple[list[affinity.Mask], affinity.Mask],
+    cores: tuple[list[affinity.CpuMask], affinity.CpuMask],
     settings: RunSettings,
-    near: Sequence[affinity.NumaNode | None] = (),
+    gpu_nodes: Sequence[affinity.NumaNode | None] = (),
 ) -> tuple[affinity.CoreShare, int, str | None]:
     masks, reachable = cores
-    share = affinity.assign_cores(masks, reachable, world.local_rank, affinity.physical_core, near)
+    share = affinity.assign_cores(
+        masks, reachable, world.local_rank, affinity.physical_core, gpu_nodes
+    )
     if world.size == 1 and world.launcher == "single":
         own = masks[world.local_rank]
         share = affinity.CoreShare(own, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
     before = frozenset(os.sched_getaffinity(0))
     note = affinity.apply_core_share(share, threads)
-    if near and share.pin:
-        affinity.move_other_threads(before, share.cpus)
+    if gpu_nodes and share.pin:
+        affinity.repin_threads_with_mask(before, share.cpus)
     return share, threads, note
 
 
@@ -315,7 +320,7 @@ def _choose_device(
     exchange: Channel,
     settings: RunSettings,
     claim: Claim,
-    refuses_unused: bool = True,
+    refuses_unused_gpus: bool = True,
 ) -> "tuple[torch.device, str | None, list[affinity.NumaNode | None]]":
     """Return this rank's device, a warning if any, and the NUMA nodes of the node's ranks' GPUs.
 
@@ -323,15 +328,17 @@ def _choose_device(
         WorldError: on every rank, if the ranks' devices do not fit together.
     """
     wanted, own = settings.device, find_visible_gpus(settings.device)
-    seen = gather_gpus(world, own, exchange)
-    if wanted == "auto" and own == VisibleGpus() and not refuses_unused:
+    seen = gather_visible_gpus(world, own, exchange)
+    if wanted == "auto" and own == VisibleGpus() and not refuses_unused_gpus:
         wanted = "cpu"
     device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.from_json(row) for row in exchange.all_gather(asdict(report))]
     warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
     nodes = gpu_numa_nodes(seen) if device.type == "cuda" else []
-    near = [None if n is None else affinity.NumaNode(n, read_node_cpus(SYS, n)) for n in nodes]
-    return device, warning, near if any(near) else []
+    gpu_nodes = [
+        None if n is None else affinity.NumaNode(n, read_numa_node_cpus(SYS, n)) for n in nodes
+    ]
+    return device, warning, gpu_nodes if any(gpu_nodes) else []
 
 
 def _open_store(
@@ -389,20 +396,20 @@ def init_groups(
     device: "torch.device",
     store: "Store",
     timeout_s: float,
-    start_s: float,
+    startup_limit_s: float,
     warning: str | None = None,
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic.
 
     The default group is used once: this connects all GPUs before anything else asks for some of
-    them, and shows if NCCL does not work on the network. All of it may take ``start_s`` seconds;
-    ``warning``, about devices, may explain a failure. The group's collectives time out later than
-    ``StepLimit``, which knows who is missing.
+    them, and shows if NCCL does not work on the network. All of it may take ``startup_limit_s``
+    seconds; ``warning``, about devices, may explain a failure. The group's collectives time out
+    later than ``StallWatch``, which knows who is missing.
     """
     who = world.label
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
     hint = hint if warning is None else f"{warning}. Or {hint}"
-    with time_limit("the devices of all ranks to connect", start_s, hint, who):
+    with time_limit("the devices of all ranks to connect", startup_limit_s, hint, who):
         group = _new_groups(world, device, store, timeout_s)
         _connect_devices(world, device, hint)
     return group
@@ -414,12 +421,12 @@ def _new_groups(
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    limit = timedelta(seconds=timeout_s + liveness.STEP_MARGIN_S)
+    limit = timedelta(seconds=timeout_s + liveness.TORCH_TIMEOUT_MARGIN_S)
     # Otherwise later groups, of a mesh or a library, would have a timeout of half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
     if device.type == "cuda":
-        disable_torch_handling(os.environ)
+        disable_nccl_error_handling(os.environ)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -507,7 +514,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     )
     num = comm.num_regroups + 1
     store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
-    group = init_groups(world, comm.device, store, timeout_s, comm.start_s)
+    group = init_groups(world, comm.device, store, timeout_s, comm.startup_limit_s)
     comm = dataclasses.replace(
         comm,
         world=world,
@@ -533,7 +540,7 @@ def wait_as_idle_rank(comm: Comm) -> int:
             if ended.is_set():
                 code = int(ended.get())
                 StoreKeys(comm.store, "left").add(1)
-            elif StoreKeys(comm.store, FAILED).is_set():
+            elif StoreKeys(comm.store, FAILURE_KEY).is_set():
                 code = EXIT_FAILED
         except RuntimeError:  # the store is gone with its rank
             code = EXIT_FAILED
@@ -542,13 +549,13 @@ def wait_as_idle_rank(comm: Comm) -> int:
     return code
 
 
-def release_idle_ranks(store: "Store", num_outside: int, exit_code: int) -> None:
-    """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
-    if not num_outside:
+def release_idle_ranks(store: "Store", num_idle: int, exit_code: int) -> None:
+    """Tell ``num_idle`` ranks that the run has ended, and wait until they know."""
+    if not num_idle:
         return
     StoreKeys(store, "ended").set(exit_code)
     left, until_s = StoreKeys(store, "left"), time.monotonic() + _LEAVE_LIMIT_S
-    while left.add(0) < num_outside and time.monotonic() < until_s:
+    while left.add(0) < num_idle and time.monotonic() < until_s:
         time.sleep(0.1)
 
 

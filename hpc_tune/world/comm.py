@@ -32,7 +32,7 @@ class RunAndAgree(Protocol):
         """Return what ``work`` returns. Collective."""
 
 
-def run_alone(what: str, work: Callable[[], T]) -> T:
+def run_on_single_rank(what: str, work: Callable[[], T]) -> T:
     """Run ``work``; this is ``run_and_agree`` for a process without other ranks."""
     return work()
 
@@ -40,10 +40,10 @@ def run_alone(what: str, work: Callable[[], T]) -> T:
 class RankWatch(Protocol):
     """Finds lost hosts; see ``watch.HostWatch``.
 
-    ``reported_code``: the exit code of the rank that has reported why the world ends, if any.
+    ``reported_exit_code``: the exit code of the rank that has reported why the world ends, if any.
     """
 
-    reported_code: int | None
+    reported_exit_code: int | None
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a report."""
@@ -98,9 +98,9 @@ class Comm:
     rank has it too. ``roster`` holds every rank. ``store`` is the rendezvous store; ``nonce`` is
     unique to this start of the job. ``sees_local_pids``: whether the ranks of a node see each
     other's processes. ``num_regroups``: how often ranks were chosen and renumbered. ``store_rank``:
-    the launcher's first rank, which has the store and all connections of ``watch``. ``hang``: the
-    watch behind ``watch_for_hang``, if a run has set one. ``alone``: work that this rank does by
-    itself now; if it failed, the others would wait forever in any collective inside the work.
+    the launcher's first rank, which has the store and all connections of ``watch``. ``hang_watch``:
+    the watch behind ``watch_for_hang``, if a run has set one. ``alone``: work that this rank does
+    by itself now; if it failed, the others would wait forever in any collective inside the work.
     ``activity`` and ``resume_point``: what it does now and how far it has come, for messages.
     """
 
@@ -114,10 +114,10 @@ class Comm:
     sees_local_pids: bool
     watch: RankWatch | None = None
     nccl: GroupWatch | None = None
-    start_s: float = liveness.START_LIMIT_S
+    startup_limit_s: float = liveness.START_LIMIT_S
     num_regroups: int = 0
     store_rank: int = 0
-    hang: HangWatch | None = None
+    hang_watch: HangWatch | None = None
     alone: list[str] = field(default_factory=list)
     activity: list[str] = field(default_factory=lambda: ["starting"])
     resume_point: ResumePoint = field(default_factory=ResumePoint)
@@ -237,7 +237,7 @@ class Comm:
         self.begin(before)
         return result  # type: ignore[return-value]
 
-    def on_rank_0(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_rank_0(self, what: str, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result everywhere; raise on all if it fails.
 
         Collective.
@@ -247,7 +247,7 @@ class Comm:
 
     def watch_for_hang(self, what: str) -> AbstractContextManager[None]:
         """Watch a block in which this rank works alone: if it hangs, the world ends."""
-        return self.hang.watching(what) if self.hang is not None else nullcontext()
+        return self.hang_watch.watching(what) if self.hang_watch is not None else nullcontext()
 
     def with_step_timeout(self) -> "Comm":
         """Return this communicator with control traffic that waits no longer than run.timeout.

@@ -21,7 +21,7 @@ from hpc_tune.cluster.unused_gpus import (
 )
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.units import list_some
-from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
+from hpc_tune.world.affinity import SYS, pci_device_path, read_numa_node
 from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import Channel
 
@@ -91,7 +91,7 @@ class VisibleGpus:
     """
 
     names: tuple[str, ...] = ()
-    numa: tuple[int | None, ...] = ()
+    numa_nodes: tuple[int | None, ...] = ()
     error: str | None = None
 
 
@@ -129,16 +129,18 @@ def find_visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:
         return VisibleGpus(error=first_line(error))
-    numa = tuple(read_numa_node(pci_path(folder, pci_address(gpu))) for gpu in found)
-    return VisibleGpus(name_gpus(found, os.environ), numa)
+    numa_nodes = tuple(read_numa_node(pci_device_path(folder, pci_address(gpu))) for gpu in found)
+    return VisibleGpus(name_gpus(found, os.environ), numa_nodes)
 
 
-def gather_gpus(world: World, own: VisibleGpus, exchange: Channel) -> dict[int, VisibleGpus]:
+def gather_visible_gpus(
+    world: World, own: VisibleGpus, exchange: Channel
+) -> dict[int, VisibleGpus]:
     """Return what each rank of this node sees, by rank. Collective."""
-    rows = exchange.all_gather([world.node, own.names, own.numa, own.error])
+    rows = exchange.all_gather([world.node, own.names, own.numa_nodes, own.error])
     return {
-        rank: VisibleGpus(tuple(names), tuple(numa), error)
-        for rank, (node, names, numa, error) in enumerate(rows)
+        rank: VisibleGpus(tuple(names), tuple(numa_nodes), error)
+        for rank, (node, names, numa_nodes, error) in enumerate(rows)
         if node == world.node
     }
 
@@ -226,7 +228,7 @@ def pick_device(
             )
         elif wanted == "auto":
             unused = why_gpus_unused(world.hostname)
-            if unused is not None and not unused.is_refused:
+            if unused is not None and not unused.is_error:
                 return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
         return cpu, DeviceReport(*rank, "cpu", error=error)
@@ -262,7 +264,7 @@ def gpu_numa_nodes(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU; None without a GPU or if unknown (pure)."""
     chosen = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
     return [
-        gpus.numa[gpus.names.index(chosen[rank])] if rank in chosen else None
+        gpus.numa_nodes[gpus.names.index(chosen[rank])] if rank in chosen else None
         for rank, gpus in seen.items()
     ]
 
@@ -385,10 +387,10 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 # In the order in which torch looks for them: only the first that is set counts.
 ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
-_MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
+_MEMORY_MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
 
 
-def can_map_memory() -> bool:
+def gpus_can_map_memory() -> bool:
     """Return whether there are NVIDIA GPUs and each supports mapping of virtual memory."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -402,17 +404,17 @@ def can_map_memory() -> bool:
         if cuda.cuDeviceGet(ctypes.byref(device), index):
             return False
         if (
-            cuda.cuDeviceGetAttribute(ctypes.byref(found), _MAPPING_ATTRIBUTE, device)
+            cuda.cuDeviceGetAttribute(ctypes.byref(found), _MEMORY_MAPPING_ATTRIBUTE, device)
             or not found.value
         ):
             return False
     return num.value > 0
 
 
-def expand_segments(
+def enable_expandable_segments(
     environ: MutableMapping[str, str],
     wanted: Literal["auto", "cpu", "cuda"],
-    can_map: Callable[[], bool] = can_map_memory,
+    can_map: Callable[[], bool] = gpus_can_map_memory,
 ) -> None:
     """Let the allocator grow its segments, unless ``environ`` already configures it.
 
@@ -425,7 +427,7 @@ def expand_segments(
         environ["PYTORCH_ALLOC_CONF"] = _EXPANDABLE
 
 
-def read_settings() -> Mapping[str, Any]:
+def read_allocator_settings() -> Mapping[str, Any]:
     """Return the settings that this rank's GPU allocator has read; empty if torch does not tell."""
     import torch
 
@@ -436,7 +438,7 @@ def read_settings() -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
+def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
     wanted = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     told = settings.get("expandable_segments")
@@ -469,13 +471,13 @@ def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, A
 # https://github.com/pytorch/pytorch/pull/171140 for grouped matmul on AMD.
 
 
-_WITH_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-_WITH_FP16 = (*_WITH_BF16, "gfx900", "gfx906", "gfx10")
-_WITH_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
-_WITH_GROUPED_MM = ("gfx90a", "gfx942", "gfx950")
+_GFX_WITH_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+_GFX_WITH_FP16 = (*_GFX_WITH_BF16, "gfx900", "gfx906", "gfx10")
+_GFX_WITH_VARLEN_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+_GFX_WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+_GFX_WITH_GROUPED_MM = ("gfx90a", "gfx942", "gfx950")
 # FlashAttention 3 and 4, which torch calls instead of its own kernel: module and package.
-NEWER_ATTENTION = {
+FLASH_ATTENTION_PACKAGES = {
     "FA3": ("flash_attn_interface", "flash-attn-3"),
     "FA4": ("flash_attn.cute.interface", "flash-attn-4"),
 }
@@ -498,12 +500,12 @@ class Architecture:
     @property
     def has_bf16(self) -> bool:
         """Whether it computes in bf16 natively, not by way of fp32."""
-        return self._is_supported((8, 0), _WITH_BF16)
+        return self._is_supported((8, 0), _GFX_WITH_BF16)
 
     @property
     def has_fp16(self) -> bool:
         """Whether it computes in fp16 faster than in fp32."""
-        return self._is_supported((7, 0), _WITH_FP16)
+        return self._is_supported((7, 0), _GFX_WITH_FP16)
 
     @property
     def has_deterministic_matmul(self) -> bool:
@@ -522,11 +524,11 @@ class Architecture:
     @property
     def has_varlen_attention(self) -> bool:
         """Whether torch's variable-length attention kernel supports it."""
-        return self._is_supported((8, 0), _WITH_ATTENTION)
+        return self._is_supported((8, 0), _GFX_WITH_VARLEN_ATTENTION)
 
     @property
-    def newer_attention(self) -> tuple[str, ...]:
-        """Which of ``NEWER_ATTENTION`` support it, the best first; none on AMD GPUs."""
+    def flash_attention_versions(self) -> tuple[str, ...]:
+        """Which of ``FLASH_ATTENTION_PACKAGES`` support it, the best first; none on AMD GPUs."""
         if self.capability is None:
             return ()
         return {9: ("FA3", "FA4"), 10: ("FA4",)}.get(self.capability[0], ())
@@ -534,12 +536,12 @@ class Architecture:
     @property
     def has_float8(self) -> bool:
         """Whether it multiplies matrices in float8."""
-        return self._is_supported((8, 9), _WITH_FLOAT8)
+        return self._is_supported((8, 9), _GFX_WITH_FLOAT8)
 
     def has_grouped_mm(self, environ: Mapping[str, str] = os.environ) -> bool:
         """Whether torch has one kernel for the bf16 matmuls of many experts."""
         is_allowed = self.capability is not None or environ.get(_GROUPED_MM_VARIABLE) == "1"
-        return is_allowed and self._is_supported((9, 0), _WITH_GROUPED_MM)
+        return is_allowed and self._is_supported((9, 0), _GFX_WITH_GROUPED_MM)
 
     def _is_supported(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
         if self.capability is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_tune.cluster import launchers
 from hpc_tune.cluster.launchers import LAUNCHERS, find_launcher
-from hpc_tune.cluster.protocol import UNKNOWN, Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
 
@@ -38,23 +38,24 @@ def make_host_key() -> str:
 
 
 def number_nodes(
-    by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
+    mpi_node_keys: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
 ) -> list[int]:
     """Return each rank's node; nodes are numbered in the order of their lowest ranks (pure).
 
-    ``by_mpi`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own split, and
-    from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every rank
-    alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by rank.
+    ``mpi_node_keys`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own
+    split, and from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every
+    rank alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by
+    rank.
 
     Raises:
         WorldError: if the launcher's sizes match neither.
     """
-    for keys in (by_mpi, by_name):
+    for keys in (mpi_node_keys, by_name):
         counts = Counter(keys)
         if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
             order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
             return [order[key] for key in keys]
-    sizes = [sorted(Counter(keys).values()) for keys in (by_mpi, by_name)]
+    sizes = [sorted(Counter(keys).values()) for keys in (mpi_node_keys, by_name)]
     raise WorldError(
         f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
         f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
@@ -62,7 +63,7 @@ def number_nodes(
     )
 
 
-def node_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
+def local_world_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
     """Return the fields of ``World`` that follow from each rank's node."""
     node = nodes[rank]
     return {
@@ -105,16 +106,17 @@ class World:
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     """Return this process's place and MPI's COMM_WORLD, or ``None`` if MPI is not used.
 
-    An ``UNKNOWN`` launcher's ranks count as alone on their nodes until they can communicate.
+    The ranks of ``UNKNOWN_LAUNCHER`` count as alone on their nodes until they can
+    communicate.
 
     Raises:
         WorldError: if MPI and the launcher disagree, or if the ranks use MPI and mpi4py cannot be
         loaded.
     """
     launcher, claim = find_launcher(environ)
-    if claim.launcher == UNKNOWN:
+    if claim.launcher == UNKNOWN_LAUNCHER:
         rank, size = claim.rank or 0, claim.size or 1
-        return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN), None
+        return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN_LAUNCHER), None
     if (changed := launchers.disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", changed)
     if not claim.uses_mpi:
@@ -155,7 +157,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         size=size,
         hostname=hostname,
         launcher=claim.launcher,
-        **node_fields(rank, nodes),
+        **local_world_fields(rank, nodes),
     )
     return world, mpi_comm
 
@@ -167,7 +169,7 @@ def _world_from_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, st
     }
     missing = [field for field, value in values.items() if value is None]
     if missing:
-        names = sorted(name for name in environ if name.startswith(launcher.prefixes))
+        names = sorted(name for name in environ if name.startswith(launcher.variable_prefixes))
         raise WorldError(
             f"{claim.launcher} did not set {', '.join(missing)}; found only {', '.join(names)}. "
             "Start with mpirun, srun or torchrun"
@@ -197,7 +199,7 @@ def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
     """
     name = claim.libmpi or ""
     mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
-    folders = [environ.get(known.library_folder or "", "") for known in LAUNCHERS]
+    folders = [environ.get(known.library_folder_variable or "", "") for known in LAUNCHERS]
     folders += [str(Path(mpirun).resolve().parent.parent / "lib")] if mpirun else []
     for folder in filter(None, folders):
         if (Path(folder) / name).exists():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpc_tune.cluster.launchers import PROCESS_NAMES, rank_hint
+from hpc_tune.cluster.launchers import PROCESS_PREFIXES, rank_hint
 from hpc_tune.errors import (
     EXIT_FAILED,
     DiskError,
@@ -36,8 +36,8 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer, StoreKeys
 from hpc_tune.world.processes import is_alive, list_ancestors
 
-FAILED = "failed"  # the subject in the store that tells which rank has reported first
-_MAX_REASON, _MAX_NAMED = 300, 8  # per line: characters, and ranks or hosts
+FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
+_MAX_REASON_CHARS, _MAX_NAMED = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
 _BROKEN_SIGNS = (
     "connection closed",
@@ -94,12 +94,12 @@ def end_world(
     ``report`` replaces the default way to report, and returns the exit code.
     """
     exit_code = (report or _report)(comm, error)
-    liveness.die(label_of(comm), exit_code)
+    liveness.die(rank_label(comm), exit_code)
 
 
 def _report(comm: Comm | None, error: BaseException) -> int:
     exit_code = exit_code_of(error)
-    if (told := report_failure(comm, error)) is not None:
+    if (told := claim_failure_report(comm, error)) is not None:
         print_failure(told)
         announce_exit(comm, exit_code)
     return exit_code
@@ -117,7 +117,7 @@ def print_failure(told: Failure) -> None:
         print_line(told.details)
 
 
-def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
+def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | None:
     """Return what this rank should report about its error, or ``None`` if another rank reports.
 
     One rank reports for the world: the first that adds to a counter in the store, or, if the store
@@ -130,8 +130,8 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
         error = DiskError.from_os_error(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
-            time.sleep(liveness.FIRST_REPORT_S)
-        return _describe_failure(label_of(None), error, None)
+            time.sleep(liveness.RANK_0_REPORTS_WITHIN_S)
+        return _describe_failure(rank_label(None), error, None)
     gone = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
     if not _is_first_to_report(comm, store_is_gone):
@@ -140,7 +140,7 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
         details = _format_traceback(error)
         error = gone_error(gone, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
-    return _describe_failure(label_of(comm), error, comm)
+    return _describe_failure(rank_label(comm), error, comm)
 
 
 def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
@@ -151,7 +151,7 @@ def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> Gone
         lost = [peer for peer in gone if peer.node == node]
         if len(lost) == len(of_node) and any(peer.node != node for peer in roster):
             lost_hosts.append(lost[0].hostname)
-            said.append(f"host {lost[0].hostname} ({list_ranks(lost)})")
+            said.append(f"host {lost[0].hostname} ({format_ranks(lost)})")
         else:
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
@@ -212,7 +212,7 @@ def stalled_error(
 
 
 def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -> str:
-    who = _process_of(peer)
+    who = _describe_process(peer)
     if is_gone:
         return f"{who} is gone"
     if place is None:
@@ -220,7 +220,7 @@ def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -
     return f"{who} has not arrived: it is at {place.activity}, {place.line}"
 
 
-def _process_of(peer: Peer) -> str:
+def _describe_process(peer: Peer) -> str:
     return f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
 
 
@@ -228,8 +228,9 @@ def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledEr
     """Return the error that names ranks without any thread that answers."""
     verb = "does" if len(peers) == 1 else "do"
     return StalledError(
-        f"{list_some(map(_process_of, peers), 4, ', ')} {verb} not answer while {doing}, "
-        f"for {limit_s:.0f} s ({liveness.GIL_FACTOR} x run.timeout): a process is stopped, or "
+        f"{list_some(map(_describe_process, peers), 4, ', ')} {verb} not answer while {doing}, "
+        f"for {limit_s:.0f} s ({liveness.GIL_TIMEOUT_FACTOR} x run.timeout): a process is stopped, "
+        "or "
         "hangs outside of Python",
         {"late_ranks": [peer.rank for peer in peers]},
     )
@@ -241,13 +242,14 @@ def lost_host_error(
     """Return the error that names the host of ``lost``, which are all of its ranks."""
     host = lost[0].hostname
     return LostHostError(
-        f"host {host} ({list_ranks(lost)}) has not answered in {limit_s:.0f} s (run.host_timeout) "
+        f"host {host} ({format_ranks(lost)}) has not answered in {limit_s:.0f} s "
+        "(run.host_timeout) "
         f"while {doing}: it is down, or the network between it and {own_host} is cut",
         {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost]},
     )
 
 
-def list_ranks(peers: Sequence[Peer]) -> str:
+def format_ranks(peers: Sequence[Peer]) -> str:
     """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
     ranks = [peer.rank for peer in peers]
     numbers = ", ".join(map(str, ranks))
@@ -282,7 +284,9 @@ def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest launcher process, such as mpirun behind a shell script.
-    launcher = next((pid for pid, name in list_ancestors() if name.startswith(PROCESS_NAMES)), None)
+    launcher = next(
+        (pid for pid, name in list_ancestors() if name.startswith(PROCESS_PREFIXES)), None
+    )
 
     def look() -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
@@ -300,7 +304,7 @@ def announce_exit(comm: Comm | None, exit_code: int) -> None:
         comm.watch.announce_exit(exit_code)
 
 
-def label_of(comm: Comm | None) -> str:
+def rank_label(comm: Comm | None) -> str:
     """Return a name such as "rank 5 on n2", even if there is no world yet."""
     if comm is None:
         return f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
@@ -314,7 +318,7 @@ def _describe_failure(who: str, error: BaseException, comm: Comm | None) -> Fail
         facts = error.facts if isinstance(error, WorldError) else {}
         return Failure(f"error on {who}: ", str(error), facts)
     while_ = "" if comm is None else f" while {comm.activity[0]}"
-    named = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON]
+    named = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARS]
     if not is_broken_connection(error):
         return Failure(
             "error: ", f"{who} failed{while_}: {named}", details=_format_traceback(error)
@@ -355,7 +359,7 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            answer.append(StoreKeys(comm.store, FAILED).add(1) == 1)
+            answer.append(StoreKeys(comm.store, FAILURE_KEY).add(1) == 1)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

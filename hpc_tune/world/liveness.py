@@ -20,32 +20,42 @@ from hpc_tune.log import print_line
 
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
-LEAVE_LIMIT_S = 6.0
-GIL_FACTOR = 2  # x run.timeout: a library that holds the interpreter's lock may still be reading
+FAILURE_REPORT_LIMIT_S = 6.0
+GIL_TIMEOUT_FACTOR = (
+    2  # x run.timeout: a library that holds the interpreter's lock may still be reading
+)
 
 # HostWatch
-NUM_PROBES = 3  # a lost packet or two are no outage; each probe has a quarter of the limit
+NUM_KEEPALIVE_PROBES = (
+    3  # a lost packet or two are no outage; each probe has a quarter of the limit
+)
 CONNECT_LIMIT_S = 30.0
 HELLO_LIMIT_S = 2.0
 HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
 # By then a live rank on rank 0's host has reported; a launcher may end this rank soon after.
-NEIGHBOURS_REPORT_WITHIN_S = 0.4
+NEIGHBORS_REPORT_WITHIN_S = 0.4
 # Within seconds of a rank's end, ranks of its node report it, and its launcher ends the others.
-GONE_LIMIT_S = 10.0
-NOBODY_LEFT_S = 1.0  # if no rank is left there to report; the main thread may know more before
-ENDED_TOGETHER_S = 0.5  # less than a rank waits before it exits after it hears of another's end
+RANK_END_REPORTED_WITHIN_S = 10.0
+EMPTY_NODE_REPORT_AFTER_S = (
+    1.0  # if no rank is left there to report; the main thread may know more before
+)
+ENDED_TOGETHER_WITHIN_S = (
+    0.5  # less than a rank waits before it exits after it hears of another's end
+)
 
 # HangWatch; within a short limit it looks HANG_NUM_LOOKS times
 HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
 
-# StepLimit and RollCall
+# StallWatch and RollCall
 STEP_LOOK_EVERY_S, STEP_NUM_LOOKS = 5.0, 20
-STEP_MARGIN_S = 60.0  # torch ends a collective later, since it does not know who is missing
+TORCH_TIMEOUT_MARGIN_S = (
+    60.0  # torch ends a collective later, since it does not know who is missing
+)
 
 # NcclWatch
 NCCL_LOOK_EVERY_S = 1.0
-NCCL_NAMED_WITHIN_S = 12.0  # more than GONE_LIMIT_S
-SUSPENDED_S = 30.0  # between two looks: no thread of a busy rank is that late
+NCCL_CAUSE_KNOWN_WITHIN_S = 12.0  # more than RANK_END_REPORTED_WITHIN_S
+SUSPENSION_MIN_GAP_S = 30.0  # between two looks: no thread of a busy rank is that late
 
 # StartupWatchdog
 STOP_LOOK_EVERY_S = 0.2
@@ -58,7 +68,7 @@ LAUNCHER_LOOK_EVERY_S = 1.0
 # time_limit
 START_LIMIT_S = 300.0  # how long a probe waits for all ranks; a start uses run.start_timeout
 START_LIMIT_PER_RANK_S = 0.2  # NCCL connects thousands of ranks in 10 to 60 s
-END_LIMIT_S = 300.0
+SHUTDOWN_LIMIT_S = 300.0
 CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
 
 # RunLock
@@ -76,22 +86,24 @@ HEARTBEAT_DEAD_S = 30.0
 # Who reports how a world fails
 STORE_LIMIT_S = 2.0
 ABORT_LIMIT_S = 5.0
-DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
+OUTPUT_DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 OTHERS_REPORT_WITHIN_S = 1.5  # rank 0, or a rank on the dead rank's node, can name it
 OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
-FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
+RANK_0_REPORTS_WITHIN_S = (
+    1.5  # before there is a world, rank 0 reports first and its end ends the others
+)
 SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 
 
 class Watcher:
-    """Calls each of ``looks`` now and every ``every_s`` seconds, each in its own thread.
+    """Calls each of ``checks`` now and every ``every_s`` seconds, each in its own thread.
 
     A thread ends when its look returns True; all threads end after ``close``.
     """
 
-    def __init__(self, name: str, every_s: float, *looks: Callable[[], bool | None]) -> None:
-        self._name, self._every_s, self._looks = name, every_s, looks
+    def __init__(self, name: str, every_s: float, *checks: Callable[[], bool | None]) -> None:
+        self._name, self._every_s, self._looks = name, every_s, checks
         self._closed, self._close_lock = threading.Event(), threading.Lock()
         self.has_started = False
 
@@ -136,9 +148,10 @@ class Watcher:
 
 
 def make_stall_check(
-    sign: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
+    progress_mark: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
 ) -> Callable[[], bool]:
-    """Return a look, for every ``every_s``, that acts if ``sign`` does not change for ``limit_s``.
+    """Return a look, for every ``every_s``, that acts if ``progress_mark`` does not change for
+    ``limit_s``.
 
     It counts looks and reads no clock, so a job that is suspended as a whole does not hang.
     """
@@ -147,7 +160,7 @@ def make_stall_check(
 
     def look() -> bool:
         nonlocal seen, still_s
-        now = sign()
+        now = progress_mark()
         still_s = still_s + every_s if now == seen else 0.0
         seen = now
         if still_s < limit_s:
@@ -174,8 +187,8 @@ def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
 
 
 def exit_soon() -> None:
-    """End this process after ``LEAVE_LIMIT_S``, even if reporting its error is not done by then."""
-    run_after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))
+    """End this process after ``FAILURE_REPORT_LIMIT_S``, even if its error is not reported yet."""
+    run_after(FAILURE_REPORT_LIMIT_S, lambda: os._exit(EXIT_FAILED))
 
 
 def die(who: str, exit_code: int) -> NoReturn:
@@ -196,7 +209,7 @@ def die(who: str, exit_code: int) -> NoReturn:
             os._exit(exit_code)
 
         run_after(ABORT_LIMIT_S, give_up)
-        time.sleep(DRAIN_S)
+        time.sleep(OUTPUT_DRAIN_S)
         if mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
@@ -230,11 +243,11 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
 
 
 class HangWatch:
-    """Watches the main thread inside ``watching``; calls ``lost`` in a thread to end the world."""
+    """Watches the main thread in ``watching``; ends the world by ``on_failure`` in a thread."""
 
-    def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
+    def __init__(self, limit_s: float, on_failure: Callable[[HpcTuneError], None]) -> None:
         """Call it a hang if nothing has been computed or read for ``limit_s`` seconds."""
-        self._limit_s, self._end_world = limit_s, lost
+        self._limit_s, self._end_world = limit_s, on_failure
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
@@ -267,11 +280,11 @@ class HangWatch:
         )
 
     def _reset_timer(self) -> None:
-        limit_s = GIL_FACTOR * self._limit_s
+        limit_s = GIL_TIMEOUT_FACTOR * self._limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
-def find_main_thread() -> tuple[FrameType | None, int]:
+def inspect_main_thread() -> tuple[FrameType | None, int]:
     """Return the main thread's current frame, and the CPU time that it has used, in ns."""
     main = threading.main_thread().ident or 0  # None before a thread starts
     spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
@@ -280,10 +293,10 @@ def find_main_thread() -> tuple[FrameType | None, int]:
 
 def read_progress() -> tuple[float, ...]:
     """Return counters that grow while the main thread, or a child, computes or reads."""
-    return (find_main_thread()[1], _read_bytes(), *(_cpu_s(pid) for pid in _child_pids()))
+    return (inspect_main_thread()[1], _disk_bytes_read(), *(_cpu_s(pid) for pid in _child_pids()))
 
 
-def _read_bytes() -> int:
+def _disk_bytes_read() -> int:
     """Return the bytes that this process has read from disks, mapped pages included."""
     # If the kernel does not count it, psutil has no such method.
     with contextlib.suppress(psutil.Error, OSError, ValueError, AttributeError):

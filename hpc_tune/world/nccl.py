@@ -18,13 +18,13 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 
 # 0: the watchdog keeps errors for get_error; no thread ends a process whose watchdog is late.
-_HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
+_ERROR_HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_OLD_ERROR_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
 
 ReadErrors = Callable[[], Iterable[str]]
 
 
-def disable_torch_handling(environ: MutableMapping[str, str]) -> None:
+def disable_nccl_error_handling(environ: MutableMapping[str, str]) -> None:
     """Keep torch from ending the process, if it has get_error and the user has set no variable.
 
     Call this before groups are made.
@@ -32,9 +32,9 @@ def disable_torch_handling(environ: MutableMapping[str, str]) -> None:
     from torch._C import _distributed_c10d
 
     backend = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
-    is_set = any(name in environ for name in (*_HANDLING_OFF, _OLD_HANDLING_VARIABLE))
+    is_set = any(name in environ for name in (*_ERROR_HANDLING_OFF, _OLD_ERROR_HANDLING_VARIABLE))
     if hasattr(backend, "get_error") and not is_set:
-        environ.update(_HANDLING_OFF)
+        environ.update(_ERROR_HANDLING_OFF)
 
 
 def find_group_errors() -> list[str]:
@@ -53,18 +53,23 @@ def find_group_errors() -> list[str]:
 
 
 class NcclWatch:
-    """Checks all groups for errors until ``close``; calls ``lost`` in a thread to end the world."""
+    """Checks all groups for errors until ``close``; ends the world by ``on_failure``."""
 
     def __init__(
         self,
         comm: Comm,
         timeout_s: float,
-        lost: Callable[[Comm, HpcTuneError], None],
+        on_failure: Callable[[Comm, HpcTuneError], None],
         errors: ReadErrors = find_group_errors,
         every_s: float = liveness.NCCL_LOOK_EVERY_S,
     ) -> None:
         """Start checking; ``timeout_s`` is run.timeout."""
-        self._comm, self._timeout_s, self._end_world, self._errors = comm, timeout_s, lost, errors
+        self._comm, self._timeout_s, self._end_world, self._errors = (
+            comm,
+            timeout_s,
+            on_failure,
+            errors,
+        )
         self._last_look_s, self._was_suspended = time.monotonic(), False
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._check_groups)
         self._watcher.start()
@@ -80,14 +85,14 @@ class NcclWatch:
     def _check_groups(self) -> bool:
         now_s = time.monotonic()
         gap_s, self._last_look_s = now_s - self._last_look_s, now_s
-        self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
+        self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENSION_MIN_GAP_S
         names = {*self._errors()}
-        if self._was_suspended:  # StepLimit does not count the time that the job was suspended
+        if self._was_suspended:  # StallWatch does not count the time that the job was suspended
             names.discard("TIMEOUT")
         if not names:
             return False
         # Whoever learns of a rank's end can say more, and ends the world within this time.
-        if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
+        if not self._watcher.wait(liveness.NCCL_CAUSE_KNOWN_WITHIN_S):
             self._watcher.run_unless_closed(lambda: self._report_errors(names))
         return True
 
@@ -96,7 +101,8 @@ class NcclWatch:
         if names == {"TIMEOUT"}:
             text = (
                 f"an NCCL collective while {self._comm.activity[0]} had not finished "
-                f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
+                f"{liveness.TORCH_TIMEOUT_MARGIN_S:.0f} s after run.timeout "
+                f"({self._timeout_s:.0f} s), and "
                 "no rank is known to have ended"
             )
         else:
@@ -114,7 +120,7 @@ class NcclWatch:
 TRACE_FOLDER = "collectives"
 
 
-def write_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
+def write_collectives_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
     """Write a trace of this rank's collectives; return the folder, None if nothing was recorded.
 
     The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and torch 2.9

@@ -19,8 +19,12 @@ from dataclasses import dataclass
 import torch
 
 _ALIGNMENT = 64  # bytes, enough for values of any dtype and for a processor's vectors
-_SMALL = 1 << 20  # a rest below this is rounded up to a power of two and not split further
-_LARGE = 4 << 30  # the largest block, two seconds to allocate; only a larger tensor exceeds it
+_MIN_SPLIT_BYTES = (
+    1 << 20
+)  # a rest below this is rounded up to a power of two and not split further
+_MAX_BLOCK_BYTES = (
+    4 << 30
+)  # the largest block, two seconds to allocate; only a larger tensor exceeds it
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class BlockOffset:
     offset: int
 
 
-def round_up_bytes(num_bytes: int) -> int:
+def next_power_of_two(num_bytes: int) -> int:
     """Return the size of the block that torch allocates for a request, in bytes."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
@@ -41,7 +45,7 @@ def split_into_blocks(num_bytes: int) -> list[int]:
 
     For data that may be spread over several blocks: each is a power of two, the largest is first.
     """
-    step = max(_ALIGNMENT, round_up_bytes(num_bytes) // 32)
+    step = max(_ALIGNMENT, next_power_of_two(num_bytes) // 32)
     left, blocks = math.ceil(num_bytes / step) * step, []
     while left:
         blocks.append(1 << (left.bit_length() - 1))
@@ -87,14 +91,14 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
     filled: list[tuple[int, dict[int, int]]] = []  # blocks: bytes, and offsets of tensors
     best: list[tuple[int, dict[int, int]]] = []
     while waiting:
-        whole = round_up_bytes(sum(_align(sizes[n]) for n in waiting))
-        largest = round_up_bytes(sizes[waiting[0]])
-        most = max(_LARGE, largest)
+        whole = next_power_of_two(sum(_align(sizes[n]) for n in waiting))
+        largest = next_power_of_two(sizes[waiting[0]])
+        most = max(_MAX_BLOCK_BYTES, largest)
         if whole <= most:
             ends = [*filled, _fill_block(whole, waiting, sizes)]
             if not best or sum(size for size, _ in ends) < sum(size for size, _ in best):
                 best = ends
-        if whole <= max(_SMALL, largest):
+        if whole <= max(_MIN_SPLIT_BYTES, largest):
             break
         filled.append(_fill_block(min(most, max(whole // 2, largest)), waiting, sizes))
         waiting = [n for n in waiting if n not in filled[-1][1]]

@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
         return _exists(pid)
 
 
-def seconds_from_boot(pid: int) -> float | None:
+def process_start_after_boot_s(pid: int) -> float | None:
     """Return when a process started, in seconds since the boot; None if it is not alive.
 
     psutil's create_time adds the boot time, which changes when the clock is set and is rounded to

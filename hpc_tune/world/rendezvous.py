@@ -27,8 +27,8 @@ from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import Channel
 
 PROBE_TIMEOUT_S = 3.0
-FAST_PREFIXES = ("hsn", "ib", "hfi", "opa")
-VIRTUAL_PREFIXES = ("docker", "virbr", "veth", "br-", "cni", "podman", "lxc")
+FAST_INTERFACE_PREFIXES = ("hsn", "ib", "hfi", "opa")
+VIRTUAL_INTERFACE_PREFIXES = ("docker", "virbr", "veth", "br-", "cni", "podman", "lxc")
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def candidate_addresses(
             kind = wanted.index(address.interface) - len(wanted)
         elif ip.is_loopback:
             kind = 1
-        elif address.interface.startswith(FAST_PREFIXES):
+        elif address.interface.startswith(FAST_INTERFACE_PREFIXES):
             kind = 2
         else:
-            kind = 4 if address.interface.startswith(VIRTUAL_PREFIXES) else 3
+            kind = 4 if address.interface.startswith(VIRTUAL_INTERFACE_PREFIXES) else 3
         return kind, ip.version
 
     usable = []
@@ -168,11 +168,9 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
             f"is; it has {known}"
         }, []
-    usable, endpoints, listeners = (
-        candidate_addresses(addresses, world.num_nodes, interface),
-        [],
-        [],
-    )
+    usable = candidate_addresses(addresses, world.num_nodes, interface)
+    endpoints = []
+    listeners = []
     for address in usable:
         family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
         try:

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_tune.cluster.schedulers import find_job_end
+from hpc_tune.cluster.schedulers import find_job_end_s
 from hpc_tune.errors import WorldError
-from hpc_tune.startup_signals import STOP_SIGNALS, is_hup_ignored, write_stderr
-from hpc_tune.world.processes import seconds_from_boot
+from hpc_tune.startup_signals import STOP_SIGNALS, is_ignored_sighup, write_stderr
+from hpc_tune.world.processes import process_start_after_boot_s
 
 STOP_FILE = "STOP"
 _FILE_CHECK_EVERY_S = 1.0
@@ -46,7 +46,7 @@ class StopFlag:
         # On the monotonic clock: the wall clock may be set during the run.
         now_s, self._began_s = time.monotonic(), time.monotonic() - process_age_s()
         ends = [] if time_limit_s is None else [self._began_s + time_limit_s]
-        if (end := find_job_end(environ, is_first)) is not None:
+        if (end := find_job_end_s(environ, is_first)) is not None:
             ends.append(now_s + end - time.time())
         self._deadline = min(ends, default=None)
 
@@ -64,7 +64,7 @@ class StopFlag:
         Under nohup SIGHUP stays ignored.
         """
         for number in STOP_SIGNALS:
-            if not is_hup_ignored(number):
+            if not is_ignored_sighup(number):
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def train(self) -> None:
@@ -132,7 +132,7 @@ class StopFlag:
 
 def process_age_s() -> float:
     """Return how many seconds ago this process started."""
-    after_boot_s = seconds_from_boot(os.getpid())
+    after_boot_s = process_start_after_boot_s(os.getpid())
     if after_boot_s is None:
         raise WorldError("/proc does not show this process, so its start time is not known")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot_s

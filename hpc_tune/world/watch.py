@@ -7,37 +7,37 @@ code of each rank.
 HostWatch in world/watch.py: a host is down or cut off
     sign    its kernel answers no TCP probe on the connection that each rank has with rank 0
     who     rank 0, which tells the others first; if it is cut off, every rank on the other side
-    after   run.host_timeout; a rank that cannot report exits LEAVE_LIMIT_S later
+    after   run.host_timeout; a rank that cannot report exits FAILURE_REPORT_LIMIT_S later
     prints  "host n2 (ranks 2, 3) has not answered in 20 s ...", exit code 1
 HostWatch in world/watch.py: a rank has ended without a report
     sign    its connection has closed, and rank 0 tells the others which rank's
     who     every live rank; most have noticed the loss in a collective before
-    after   GONE_LIMIT_S, if no rank of its node has named it; NOBODY_LEFT_S if none is left there
+    after   RANK_END_REPORTED_WITHIN_S, or EMPTY_NODE_REPORT_AFTER_S if no rank of its node is left
     prints  "rank 2 (pid 70 on host n1) is gone while ...", exit code 1
 HostWatch in world/watch.py: a rank has reported why the world ends
     sign    its exit code, sent on the connection
     who     every other rank
     after   at once
     prints  nothing more; the exit code of the report
-StepLimit in world/watch.py: training stands still
+StallWatch in world/watch.py: training stands still
     sign    the main thread's line of code and CPU time, looked at every STEP_LOOK_EVERY_S
     who     each rank that sees it; when asked, all ranks write to the store where they are
-    after   run.timeout; torch's own limit is STEP_MARGIN_S later
+    after   run.timeout; torch's own limit is TORCH_TIMEOUT_MARGIN_S later
     prints  "...: no progress for 1800 s (run.timeout): rank 2 ... has not arrived", exit code 1
 RollCall in world/watch.py: a process is stopped, or hangs outside of Python, whatever the ranks do
     sign    the rank's thread does not answer rank 0's calls, or the store does not answer
     who     rank 0, which has the store; for rank 0 itself, the others
-    after   GIL_FACTOR x run.timeout
+    after   GIL_TIMEOUT_FACTOR x run.timeout
     prints  "rank 2 (pid 70 on n1) does not answer while ...", exit code 1
 HangWatch in world/liveness.py: a rank hangs in work that it does alone
     sign    CPU time and bytes read, its own and its children's, looked at every HANG_LOOK_EVERY_S
     who     that rank; if a library holds the interpreter's lock, faulthandler
-    after   run.timeout; GIL_FACTOR x that with the lock held
+    after   run.timeout; GIL_TIMEOUT_FACTOR x that with the lock held
     prints  "...: nothing was read or computed for 1800 s ...", or a traceback; exit code 1
 NcclWatch in world/nccl.py: NCCL has an error, or one of its collectives is late
     sign    the error that torch keeps in each group, looked at every NCCL_LOOK_EVERY_S
     who     each rank that sees it, unless HostWatch has ended the world
-    after   NCCL_NAMED_WITHIN_S; a collective is late STEP_MARGIN_S after run.timeout
+    after   NCCL_CAUSE_KNOWN_WITHIN_S; a collective is late TORCH_TIMEOUT_MARGIN_S after run.timeout
     prints  "NCCL has lost its connection to another rank while ...", exit code 1
 StartupWatchdog in train/exit.py: a request to stop, before the first step is over
     sign    a signal, the STOP file, the end of the time limit; looked at every STOP_LOOK_EVERY_S
@@ -52,7 +52,7 @@ watch_launcher in world/failure.py: the launcher, or the parent of this rank, is
 time_limit in world/liveness.py: a wait for the others does not end
     sign    the block does not finish
     who     each rank that waits
-    after   START_LIMIT_S and START_LIMIT_PER_RANK_S, or run.start_timeout; END_LIMIT_S at the end
+    after   START_LIMIT_S, START_LIMIT_PER_RANK_S, or run.start_timeout; SHUTDOWN_LIMIT_S at the end
     prints  "rank 2 on n1: waited 300 s for all ranks to start; ...", exit code 1
 RunLock in rundir/owner.py: another job has taken the run directory over, or it was moved
     sign    live.json names the owner, who touches it every LOCK_TOUCH_EVERY_S
@@ -107,14 +107,17 @@ from hpc_tune.world.rendezvous import local_addresses
 EndWorld = Callable[[Comm, HpcTuneError], None]
 _COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
-_LEAVE, _BYE = b"!", b"bye"  # _LEAVE is followed by an exit code once the cause is reported
+# the first is followed by an exit code once the cause is reported
+_EXIT_NOTICE = b"!"
+_BYE = b"bye"
 _CHUNK_BYTES = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
-_PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
+_PROCESS_ENDED_ERRNOS = (errno.ECONNRESET, errno.EPIPE)
 
 
-class StepLimit:
-    """Watches the main thread inside ``watching``; calls ``lost`` in a thread to end the world.
+class StallWatch:
+    """Watches the main thread inside ``watching``; calls ``on_failure`` in a thread to end the
+    world.
 
     torch's limit on NCCL collectives also counts while a job is suspended, and does not say which
     rank is missing. So it is set to expire later than this one.
@@ -124,17 +127,17 @@ class StepLimit:
         self,
         comm: Comm,
         limit_s: float,
-        lost: Callable[[HpcTuneError], None],
+        on_failure: Callable[[HpcTuneError], None],
         keep_trace: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Allow ``limit_s`` without progress. ``keep_trace`` writes a file and returns its folder,
         if there is anything to write.
         """
-        self._comm, self._limit_s, self._end_world = comm, limit_s, lost
+        self._comm, self._limit_s, self._end_world = comm, limit_s, on_failure
         self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), keep_trace
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
         ends_if_still = liveness.make_stall_check(
-            self._stall_sign, limit_s, every_s, self._report_stall
+            self._progress_mark, limit_s, every_s, self._report_stall
         )
         self._watcher = liveness.Watcher(
             "step-limit", every_s, ends_if_still, self._answer_progress_request
@@ -153,16 +156,18 @@ class StepLimit:
         """Watch the block, which all ranks are in; a single rank waits for nobody."""
         return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
-    def _stall_sign(self) -> tuple[object, ...]:
+    def _progress_mark(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
-        frame, spent_ns = liveness.find_main_thread()
+        frame, spent_ns = liveness.inspect_main_thread()
         place = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
         if self._comm.device.type != "cpu":
             return place  # not CPU time: the thread spins while it waits for a GPU
         return *place, spent_ns
 
     def _report_stall(self, wait_s: float | None = None) -> None:
-        wait_s = 2 * (3 * self._every_s + liveness.LEAVE_LIMIT_S) if wait_s is None else wait_s
+        wait_s = (
+            2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S) if wait_s is None else wait_s
+        )
         own = self._comm.world.rank
         places = {own: self._own_progress()}
         # The store may be behind a cut network.
@@ -213,7 +218,7 @@ class StepLimit:
                 self._keys.set([place, True], own)
 
     def _own_progress(self) -> RankProgress:
-        (frame, _), line, waits = liveness.find_main_thread(), "", False
+        (frame, _), line, waits = liveness.inspect_main_thread(), "", False
         while frame is not None and not line:
             code = frame.f_code
             if code.co_filename.startswith(_PACKAGE_PATH):
@@ -225,16 +230,23 @@ class StepLimit:
 
 
 class RollCall:
-    """Calls the ranks of ``comm`` inside ``watching``; calls ``lost`` in a thread to end the world.
+    """Calls the ranks of ``comm`` inside ``watching``; calls ``on_failure`` in a thread to end the
+    world.
 
     Rank 0 repeatedly increases a number in the store, and a thread of each rank answers with it.
-    During training ``StepLimit`` asks sooner, and knows who is late. Before training a rank may
+    During training ``StallWatch`` asks sooner, and knows who is late. Before training a rank may
     work alone for hours while the others wait, and only its threads show that it is alive.
     """
 
-    def __init__(self, comm: Comm, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
+    def __init__(
+        self, comm: Comm, limit_s: float, on_failure: Callable[[HpcTuneError], None]
+    ) -> None:
         """Treat a rank as stopped if it does not answer for twice ``limit_s`` seconds."""
-        self._comm, self._limit_s, self._end_world = comm, liveness.GIL_FACTOR * limit_s, lost
+        self._comm, self._limit_s, self._end_world = (
+            comm,
+            liveness.GIL_TIMEOUT_FACTOR * limit_s,
+            on_failure,
+        )
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
         self._keys = StoreKeys(comm.store, "roll")
         self._num_store_answers = self._last_answer = 0
@@ -303,20 +315,20 @@ class HostWatch:
     sends its exit code before it exits; its end is then not reported again.
     """
 
-    def __init__(self, comm: Comm, address: str, limit_s: float, lost: EndWorld) -> None:
+    def __init__(self, comm: Comm, address: str, limit_s: float, on_failure: EndWorld) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
 
-        ``lost`` ends the world. It is called once, in a thread, when a host has not answered for
-        ``limit_s`` seconds, or when a rank has ended or has reported why the world ends.
+        ``on_failure`` ends the world. It is called once, in a thread, when a host has not answered
+        for ``limit_s`` seconds, or when a rank has ended or has reported why the world ends.
 
         Raises:
             WorldError: if rank 0 cannot be reached now.
         """
-        self._comm, self._limit_s, self._end_world = comm, limit_s, lost
+        self._comm, self._limit_s, self._end_world = comm, limit_s, on_failure
         # The ranks' current numbers; connections keep the launcher's numbers.
         self._now, self._launch_ranks = comm, [*range(comm.world.size)]
         self._address = StoreKeys(comm.store, "reach")
-        self.reported_code: int | None = None
+        self.reported_exit_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -346,21 +358,21 @@ class HostWatch:
 
     def _ended_on_other_hosts(self) -> set[int]:
         own, now_s = self._comm.world, time.monotonic()
-        together = self._ended_together()
+        together = self._joint_end_times_s()
         ended = {rank: at_s for rank, at_s in together.items() if not self._is_on_this_host(rank)}
         if not ended or now_s - min(ended.values()) < liveness.HOST_SETTLE_S:
             return set()
         if own.rank and 0 in ended:
             with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
-            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBOURS_REPORT_WITHIN_S:
+            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBORS_REPORT_WITHIN_S:
                 return set()
             return with_0 | ended.keys()
         return set(ended)
 
     def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this rank has reported why the world ends."""
-        self.reported_code = exit_code
-        self._send_to_all(_LEAVE + str(exit_code).encode())
+        self.reported_exit_code = exit_code
+        self._send_to_all(_EXIT_NOTICE + str(exit_code).encode())
 
     def close(self) -> None:
         """Stop watching at the end of the world, while all ranks are still alive."""
@@ -405,7 +417,7 @@ class HostWatch:
                 if self._seconds_left() == 0:
                     self._report_and_exit(
                         self._gone_error(
-                            self._ended_on_other_hosts() | self._ended_together().keys()
+                            self._ended_on_other_hosts() | self._joint_end_times_s().keys()
                         )
                     )
                     return
@@ -439,11 +451,11 @@ class HostWatch:
 
     def _enable_keepalive(self, peer: socket.socket) -> None:
         """Let the kernel probe the other host, so that silence is an error within the limit."""
-        every_s = max(1, int(self._limit_s / (liveness.NUM_PROBES + 1)))
+        every_s = max(1, int(self._limit_s / (liveness.NUM_KEEPALIVE_PROBES + 1)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, liveness.NUM_PROBES)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, liveness.NUM_KEEPALIVE_PROBES)
 
     def _on_message(self, peer: socket.socket) -> bool:
         """Act on a message or the end of a connection; return whether the connection stays open."""
@@ -451,7 +463,7 @@ class HostWatch:
         try:
             message = peer.recv(_CHUNK_BYTES)
         except OSError as error:
-            if error.errno not in _PROCESS_ENDED:
+            if error.errno not in _PROCESS_ENDED_ERRNOS:
                 del self._ranks[peer]
                 self._report_and_exit(self._lost_host_error(rank))
                 return False
@@ -467,21 +479,25 @@ class HostWatch:
         for line in lines:
             if line == _BYE:
                 self._left.add(rank)
-            elif line == _LEAVE:
+            elif line == _EXIT_NOTICE:
                 self._report_and_exit(RemoteError("rank 0 has lost a host", EXIT_FAILED))
-            elif line.startswith(_LEAVE) and self.reported_code is None:
-                self.reported_code = int(line.removeprefix(_LEAVE))
-                self._report_and_exit(RemoteError("another rank has said why", self.reported_code))
-            elif not line.startswith(_LEAVE):
+            elif line.startswith(_EXIT_NOTICE) and self.reported_exit_code is None:
+                self.reported_exit_code = int(line.removeprefix(_EXIT_NOTICE))
+                self._report_and_exit(
+                    RemoteError("another rank has said why", self.reported_exit_code)
+                )
+            elif not line.startswith(_EXIT_NOTICE):
                 self._note_ended(json.loads(line))
         return True
 
-    def _ended_together(self) -> dict[int, float]:
+    def _joint_end_times_s(self) -> dict[int, float]:
         """Return when the ranks that ended together with the first did; others leave when told."""
         ended = self._ended.copy()
         first_s = min(ended.values(), default=0.0)
         return {
-            rank: at_s for rank, at_s in ended.items() if at_s - first_s < liveness.ENDED_TOGETHER_S
+            rank: at_s
+            for rank, at_s in ended.items()
+            if at_s - first_s < liveness.ENDED_TOGETHER_WITHIN_S
         }
 
     def _note_ended(self, ended: list[int]) -> None:
@@ -510,9 +526,13 @@ class HostWatch:
         comm, peer = self._comm, self._comm.roster[rank]
         if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
-            return liveness.HOST_SETTLE_S if is_dead else liveness.GONE_LIMIT_S
+            return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORTED_WITHIN_S
         nobody_left = all(other.rank in self._ended for other in self._peers_on_node(peer.node))
-        return liveness.NOBODY_LEFT_S if nobody_left or rank == 0 else liveness.GONE_LIMIT_S
+        return (
+            liveness.EMPTY_NODE_REPORT_AFTER_S
+            if nobody_left or rank == 0
+            else liveness.RANK_END_REPORTED_WITHIN_S
+        )
 
     def _peers_on_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]
@@ -532,8 +552,8 @@ class HostWatch:
             return
         liveness.exit_soon()  # reporting may wait for something on the other side of the cut
         if self._comm.is_rank_0:
-            code = self.reported_code
-            self._send_to_all(_LEAVE if code is None else _LEAVE + str(code).encode())
+            code = self.reported_exit_code
+            self._send_to_all(_EXIT_NOTICE if code is None else _EXIT_NOTICE + str(code).encode())
         self._end_world(self._now, error)
 
 

@@ -55,12 +55,12 @@ def test_float8_products_are_really_used(tmp_path):
     pytest.importorskip("torchao")
     from torch.profiler import profile
 
-    from hpc_tune.model.float8 import check_float8, use_float8
+    from hpc_tune.model.float8 import check_float8, convert_to_torchao_float8
 
     check_float8(torch.device("cuda"))
     block = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)).cuda().bfloat16()
     block.requires_grad_(False)
-    assert use_float8([block]) == 1
+    assert convert_to_torchao_float8([block]) == 1
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with profile() as found:
         block(x).sum().backward()

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.batch import full_batch
+from hpc_tune.batch import costliest_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import MemoryConfig
 from hpc_tune.errors import ResumableStop
 from hpc_tune.faults import NO_FAULTS
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.train.exit import MemoryExit, ResumePoint, make_monitor
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from tests.support.ranks import ROOT, rank_environment, run_ranks
@@ -43,7 +43,7 @@ def test_a_single_rank_has_a_group_of_nccl_that_is_bound_to_its_device(comm):
 
 
 def test_a_batch_is_copied_while_the_host_goes_on(comm):
-    batch = full_batch(4, 512)
+    batch = costliest_batch(4, 512)
     batch.to(comm.device)  # memory is pinned
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -59,7 +59,7 @@ def test_a_batch_is_copied_while_the_host_goes_on(comm):
 def test_moving_the_optimizers_state_frees_its_bytes_and_says_so(comm, tmp_path):
     from bench_steps import prepare
 
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     words = [f"model.path={tmp_path / 'tiny'}", "tune.method=full", "data.seq_len=128"]
     config = load_config(None, [*words, "batch.micro_size=2", "batch.global_size=2"])
     steps = prepare(config, comm)
@@ -71,11 +71,11 @@ def test_moving_the_optimizers_state_frees_its_bytes_and_says_so(comm, tmp_path)
         return torch.cuda.memory_allocated(comm.device)
 
     on_device = allocated()
-    assert lever.set_level(1) == "optimizer state is on the host"
+    assert lever.apply_times(1) == "optimizer state is on the host"
     moved = torch.cuda.memory_allocated(comm.device)
     assert on_device - moved > 0.9 * moments
     assert on_device - allocated() > 0.9 * moments, "a step brings back nothing that stays"
-    assert lever.set_level(0) == "optimizer state is on the device"
+    assert lever.apply_times(0) == "optimizer state is on the device"
     assert allocated() == pytest.approx(on_device, abs=0.1 * moments)
 
 

@@ -19,10 +19,10 @@ from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model.kernels import choose_model_kernels
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.varlen_attention import MAX_EPS, compare_with_mask, make_starts
+from hpc_tune.model.varlen_attention import MAX_EPS, compare_kernel_with_mask, make_document_starts
 from hpc_tune.world.device import find_architecture
 
 architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
@@ -83,13 +83,15 @@ def by_mask(module):
         module.has_kernel = True
 
 
-@pytest.mark.parametrize("of_parts", [False, True])
+@pytest.mark.parametrize("queries_are_partial", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 70, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("values", [8, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, window, of_parts):
-    gaps = compare_with_mask(GPU, dtype, values, groups, window, of_parts)
+def test_the_kernel_is_masked_attention_but_for_rounding(
+    dtype, values, groups, window, queries_are_partial
+):
+    gaps = compare_kernel_with_mask(GPU, dtype, values, groups, window, queries_are_partial)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
     assert max(gaps.values()) < MAX_EPS * eps
@@ -127,7 +129,7 @@ def test_compiled_blocks_have_the_kernel_and_the_same_losses(recompute, window):
 def test_norms_are_one_kernel_that_rounds_once():
     module, batch = model_of(SMALL), batch_of((100, 300), (250,))
     wanted, grads = step(module, batch).item(), [p.grad.clone() for p in module.parameters()]
-    use_own_layers(module, list(find_blocks(module)), False, torch.bfloat16, GPU)
+    use_faster_layers(module, list(find_blocks(module)), False, torch.bfloat16, GPU)
     with profile() as found:
         loss = step(module, batch).item()
     names = {event.key for event in found.key_averages()}
@@ -213,7 +215,7 @@ def test_packed_rows_take_less_time_than_with_a_mask(length):
 def test_starts_are_copied_while_the_host_goes_on():
     torch.cuda.set_sync_debug_mode("error")
     try:
-        starts = make_starts([[3, 5], [8]], GPU)
+        starts = make_document_starts([[3, 5], [8]], GPU)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert starts.starts_N.tolist() == [0, 3, 8, 16]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import (
     HANG_S,
     ROOT,
@@ -36,7 +36,7 @@ CHAT = {"prompt": "Say one.", "completion": "one"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 
@@ -136,7 +136,7 @@ def test_truncated_safetensors_are_refused_by_name(tmp_path, model, kept):
 
 def test_a_checkpoint_from_another_model_is_refused(tmp_path, a_run):
     directory = tmp_path / "wider"
-    write_tiny(directory)
+    write_tiny_model(directory)
     config = json.loads((directory / "config.json").read_text())
     config["rope_theta"] = 1234.0
     config["rope_parameters"] = {"rope_theta": 1234.0, "rope_type": "default"}

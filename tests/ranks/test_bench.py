@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import HANG_S, ROOT, rank_environment
 
 BENCH = ROOT / "tools" / "bench.py"
@@ -42,7 +42,7 @@ def alpaca(number):
 @pytest.mark.full
 @pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     (tmp_path / "alpaca.json").write_text(json.dumps([alpaca(number) for number in range(60)]))
     told, shown = run_bench(
         tmp_path,
@@ -106,7 +106,7 @@ def test_wrong_words_are_refused_first(tmp_path, words, said, capsys, monkeypatc
 @pytest.mark.full
 @pytest.mark.parametrize(("method", "ranks"), [("lora", "2"), ("qlora", "1")])
 def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     (tmp_path / "tiny" / "model.safetensors").unlink()
     told, shown = run_bench(
         tmp_path,

@@ -116,7 +116,7 @@ def kill_often(folder, n, times, background):
             code, _ = job.wait(30)
         assert code not in (0, 75)
         left = Store(run_dir / "checkpoints", keep=1)
-        for path in left.steps():
+        for path in left.step_folders():
             verify(path)
     done = train([*overrides, f"run.dir={run_dir}"], n=n, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
     assert train(settings).returncode == 0
     before = losses(run_dir)
     store = Store(run_dir / "checkpoints", keep=2)
-    older, newest = store.steps()
+    older, newest = store.step_folders()
     files = [file for file in newest.rglob("*") if file.is_file()]
     bits = [8 * file.stat().st_size for file in files]
     for number in range(100):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_tune.memory.host import find_limit
+from hpc_tune.memory.host import find_host_limit
 from tests.support.docs import (
     DOCS,
     REASONS,
@@ -83,7 +83,7 @@ def test_what_a_page_says_can_be_typed(page, clone):
     script = script_of(run)
     if MODEL in script and not (clone / MODEL).is_dir():
         pytest.skip(f"{MODEL} is not there: python tools/fetch_smollm2.py {MODEL}")
-    if "host_limit:" in script and find_limit().cgroup is not None:
+    if "host_limit:" in script and find_host_limit().cgroup is not None:
         pytest.skip("in this memory cgroup all else counts against the page's limit, too")
     (clone.parent / "page.sh").write_text(script)
     argv = ["bash", "-e", str(clone.parent / "page.sh")]

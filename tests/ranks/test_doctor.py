@@ -21,9 +21,9 @@ def test_what_a_library_prints_is_no_part_of_the_report():
     """As gloo does in torch 2.9, from C++."""
     program = """
 import os, sys
-from hpc_tune.probe.doctor import _stdout_on_stderr
+from hpc_tune.probe.doctor import _redirect_stdout_to_stderr
 print("report")
-with _stdout_on_stderr():
+with _redirect_stdout_to_stderr():
     os.write(1, b"noise ")
     print("from Python")
 print("goes on")

@@ -54,7 +54,9 @@ def test_a_run_whose_held_out_loss_rises_is_done_early_and_keeps_its_best(launch
     said = f"has not fallen below {losses[best]:.4f} of step {best} for 3 evaluations"
     assert said in found["reason"]
     assert f"stopped early: the held-out loss {said}" in ended["whole"].output
-    kept = [int(p.name[-8:]) for p in Store(folder / "whole" / "checkpoints", keep=1).steps()]
+    kept = [
+        int(p.name[-8:]) for p in Store(folder / "whole" / "checkpoints", keep=1).step_folders()
+    ]
     assert kept == [best, best + 3]
     assert "the lowest held-out loss" in ended["whole"].output
     assert (folder / "whole" / "export" / "adapter").is_dir()
@@ -82,6 +84,8 @@ def test_losses_over_other_held_out_rows_are_not_compared_after_a_resume(launche
     best = min((step for step in losses if step >= 2), key=losses.get)
     found = outcome(folder / "other")
     assert f"below {losses[best]:.4f} of step {best} for" in found["reason"]
-    kept = [int(p.name[-8:]) for p in Store(folder / "other" / "checkpoints", keep=1).steps()]
+    kept = [
+        int(p.name[-8:]) for p in Store(folder / "other" / "checkpoints", keep=1).step_folders()
+    ]
     assert {best, found["step"]} <= {*kept}
     assert f"lowest held-out loss, {losses[best]:.4f}" in ended["other rows"].output

@@ -88,7 +88,7 @@ def test_a_checkpoint_gets_the_held_out_loss_that_was_measured_late(launched):
     folder, _ = launched
     losses = rows(folder / "whole", "eval_loss")
     for run in ("whole", "middle", "end"):
-        paths = Store(folder / run / "checkpoints", keep=1).steps()
+        paths = Store(folder / run / "checkpoints", keep=1).step_folders()
         assert {int(p.name[-8:]) for p in paths} == {2, 4}
         for path in paths:
             verify(path)

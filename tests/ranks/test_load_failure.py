@@ -7,7 +7,7 @@ import time
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import HANG_S, mpirun
 from tests.support.training import SMALL, outcome
 
@@ -31,7 +31,7 @@ ALWAYS = ("shard, dora", "pipeline", "zero 3")
 def folders(tmp_path_factory):
     """Two folders with a model of the same name: one is whole, the other cut off."""
     whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
-    write_tiny(whole / "tiny")
+    write_tiny_model(whole / "tiny")
     shutil.copytree(whole / "tiny", cut / "tiny")
     weights = cut / "tiny" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4096])

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.stock_reference import write_small_model
 from tests.support.ranks import HANG_S, ROOT, python, rank_environment, run_ranks
 from tests.support.training import SMALL, launch_runs, losses
@@ -65,7 +65,7 @@ def test_no_architecture_is_trained_wrong_or_crashes():
 
 def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
     model = tmp_path / "lfm2"
-    write_tiny(model)
+    write_tiny_model(model)
     (model / "model.safetensors").unlink()
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     write_small_model(AutoConfig.for_model("lfm2", **layers), model)

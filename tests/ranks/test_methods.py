@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.random_model import write_random_llama
 from tests.support.ranks import mpirun, python, rank_environment, run_ranks
 from tests.support.training import SMALL, losses, many_runs, worst_gap
@@ -179,7 +179,7 @@ def model_of(folder, layers):
     directory = folder / f"model-{layers}"
     if not directory.exists():
         write_random_llama(directory, 1, torch.float32, num_hidden_layers=layers, **SMALL_BLOCK)
-        write_tiny(folder / "tiny")
+        write_tiny_model(folder / "tiny")
         for file in (folder / "tiny").glob("tokenizer*"):
             shutil.copy(file, directory)
     return directory

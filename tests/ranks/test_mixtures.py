@@ -54,7 +54,7 @@ def settings(data, name, shares, *more):
 
 
 def position(run_dir):
-    return read_state(Store(run_dir / "checkpoints", keep=9).steps()[-1])["loader"]
+    return read_state(Store(run_dir / "checkpoints", keep=9).step_folders()[-1])["loader"]
 
 
 def cut_and_go_on(data, name, overrides, stops, sizes):
@@ -140,7 +140,7 @@ def test_weights_change_where_a_run_is_if_that_is_asked_for(data):
     assert "set data.new_mixture=true" in ended[1].output
     first, second = phases_from_json(position(data / "changed")["phases"])
     assert (first.first_row, second.first_row) == (0, 24)
-    assert second.parts["chats"].rows_before == first.rows_at(24)["chats"]
+    assert second.parts["chats"].rows_before == first.count_rows_before(24)["chats"]
     (said,) = events(data / "changed", "mixture")
     assert said["step"] == 3
     assert "questions weight 0.3, now weight 0.6" in said["changes"]

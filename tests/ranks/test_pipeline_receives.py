@@ -19,7 +19,7 @@ MICRO = 8
 # when they were sent.
 PROGRAM = """
 import itertools, json, threading, time
-from hpc_tune.batch import full_batch
+from hpc_tune.batch import costliest_batch
 from hpc_tune.engine import pipeline_parallel
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages
@@ -68,7 +68,7 @@ def backward(chunk, is_last, out, grad):
     computed(began, None)
 
 dist.irecv, dist.isend = receiving, sending
-batches = [full_batch(1, 4) for _ in range(MICRO)]
+batches = [costliest_batch(1, 4) for _ in range(MICRO)]
 collectives = CountedCollectives(comm.device)
 for chunks, ahead in itertools.product((1, 2), (0, 2)):
     edges = connect_stages(layout, chunks > 1, comm.device)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.ranks.test_bad_input import BASE
 from tests.support.training import many_runs, train
 
@@ -61,7 +61,7 @@ def test_after_data_was_prepared_it_alone_stays_and_is_told(tmp_path, ranks):
 
 @pytest.mark.full
 def test_with_other_settings_data_or_weights(tmp_path):
-    write_tiny(tmp_path / "model")
+    write_tiny_model(tmp_path / "model")
     for number, text in enumerate(TEMPLATES):
         (tmp_path / f"{number}.jinja").write_text(text)
     run_dir, template = tmp_path / "run", "data.chat_template={}/{}.jinja".format

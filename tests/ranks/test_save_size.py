@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from hpc_tune.checkpoint.locate import list_checkpoints
+from hpc_tune.checkpoint.locate import describe_checkpoints
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.units import format_bytes
 from tests.support.training import SMALL, many_runs
@@ -26,5 +26,5 @@ def test_a_checkpoint_is_the_adapter_and_its_optimizer_state(tmp_path):
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
         print(f"{layout}: {size / needed:.3f} of {needed} bytes")
         assert needed < size < 1.1 * needed
-        lines, _ = list_checkpoints(newest, check_bytes=False)
+        lines, _ = describe_checkpoints(newest, check_bytes=False)
         assert f"  {format_bytes(size)}  " in lines[-1], "inspect counts the adapter too"

@@ -27,7 +27,7 @@ def test_a_save_is_finished_before_a_loss_that_is_no_number_ends_the_run(tmp_pat
     program = ["-m", "tests.support.held_saves", "0.02", *SETTINGS, *words, f"run.dir={tmp_path}"]
     done = run_ranks([*python(), *program], rank_environment(1), 300.0)
     assert done.returncode == 1, done.stderr
-    [path] = Store(tmp_path / "checkpoints", keep=1).steps()
+    [path] = Store(tmp_path / "checkpoints", keep=1).step_folders()
     verify(path)
     assert path.name == "step-00000001"
     assert "step 2: loss nan" in outcome(tmp_path)["reason"]
@@ -45,5 +45,5 @@ def test_a_save_of_all_ranks_is_there_though_one_never_comes_to_the_next_boundar
         for pid in descendants(job.pid):
             os.kill(pid, signal.SIGKILL)
         job.wait(60)
-    [path] = Store(tmp_path / "checkpoints", keep=1).steps()
+    [path] = Store(tmp_path / "checkpoints", keep=1).step_folders()
     verify(path)

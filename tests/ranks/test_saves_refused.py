@@ -85,7 +85,7 @@ def wait_for_checkpoint(run_dir, after=0):
     """Return the step of the first checkpoint after a step."""
     until_s = time.monotonic() + HANG_S
     while True:
-        newer = [int(p.name[5:]) for p in Store(run_dir / "checkpoints", keep=1).steps()]
+        newer = [int(p.name[5:]) for p in Store(run_dir / "checkpoints", keep=1).step_folders()]
         if newer and newer[-1] > after:
             return newer[-1]
         assert time.monotonic() < until_s
@@ -119,7 +119,7 @@ def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trou
         wait_for_checkpoint(run_dir)
         bring(lambda: job.process.poll() is not None)
         code, took_s = job.wait(30)
-        left = Store(run_dir / "checkpoints", keep=1).steps()
+        left = Store(run_dir / "checkpoints", keep=1).step_folders()
         for path in left:
             verify(path)
     assert code == 1, job.stderr

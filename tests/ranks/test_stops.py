@@ -39,7 +39,7 @@ def leave(run_dir, phase, number, background=True):
         code, took_s = job.wait(60)
     assert code == 75, job.stderr
     assert outcome(run_dir)["reason"] == number.name
-    for path in Store(run_dir / "checkpoints", keep=1).steps():
+    for path in Store(run_dir / "checkpoints", keep=1).step_folders():
         verify(path)
     assert not list(run_dir.glob("checkpoints/*.tmp"))
     return took_s

@@ -21,7 +21,7 @@ import os, sys, time
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.failure import exit_code_of, report_failure
+from hpc_tune.world.failure import exit_code_of, claim_failure_report
 from hpc_tune.world.liveness import die
 from hpc_tune.world.stop import StopFlag
 
@@ -45,7 +45,7 @@ try:
 except Exception as error:
     if os.environ.get("UNCAUGHT"):
         raise
-    told = report_failure(s, error)
+    told = claim_failure_report(s, error)
     if told is not None:
         text = f"{told.who}{told.reason}\\n{told.details or ''}"
         sys.stderr.write(text + "\\n")

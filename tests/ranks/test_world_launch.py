@@ -189,7 +189,7 @@ from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.failure import report_failure
+from hpc_tune.world.failure import claim_failure_report
 from hpc_tune.world.liveness import die
 
 {before}
@@ -197,7 +197,7 @@ log.configure_logging(rank_hint())
 try:
     bootstrap(RunSettings({settings}))
 except HpcTuneError as error:
-    text = report_failure(None, error)
+    text = claim_failure_report(None, error)
     if text:
         print(text, file=sys.stderr, flush=True)
     die("a rank", error.exit_code)

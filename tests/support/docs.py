@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpc_tune import cli
 from hpc_tune.commands import COMMANDS
-from hpc_tune.config.load import field_names, load_config
+from hpc_tune.config.load import load_config, setting_names
 from hpc_tune.errors import ConfigError
 from tests.support.ranks import ROOT
 
@@ -36,7 +36,7 @@ MARK = "@@@ command "
 _NOT_RUN = re.compile(r"<!-- not run: (.*) -->")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_PARTS = sorted({name.partition(".")[0] for name in field_names()})
+_PARTS = sorted({name.partition(".")[0] for name in setting_names()})
 _SETTING = re.compile(rf"(?<![\w./-])({'|'.join(_PARTS)})\.([a-z_0-9]+)")
 _FILES = ("jsonl", "json", "yaml", "md", "py", "sh", "h5", "parquet", "txt")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
@@ -156,7 +156,7 @@ def problems_of(text: str, folder: Path, environ: Mapping[str, str]) -> list[str
 
 def unknown_settings(text: str) -> list[str]:
     """Return the settings and options that the text of a page names but that do not exist."""
-    known = set(field_names())
+    known = set(setting_names())
     found = []
     for code in _CODE.findall(text):
         named = [(m[0], m[2]) for m in _SETTING.finditer(code)]

@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from hpc_tune.autotune.candidates import legal_layouts, predict_candidates
-from hpc_tune.autotune.search import choose_on_rank_0, measure_world
+from hpc_tune.autotune.search import choose_layout_on_rank_0, measure_world
 from hpc_tune.batch import Batch
-from hpc_tune.config.constraints import allows_tensor
-from hpc_tune.config.load import load_config, write_resolved
+from hpc_tune.config.constraints import allows_tensor_parallel
+from hpc_tune.config.load import load_config, write_resolved_config
 from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure_logging
-from hpc_tune.memory.host import find_limit
-from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.experts import num_shardable_experts
+from hpc_tune.memory.host import find_host_limit
+from hpc_tune.model.build import build, resolve_dtype
+from hpc_tune.model.experts import max_expert_parallel_size
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import choose_reshard, with_layout
 from hpc_tune.plan.step_time import Network, StepWork, step_time
@@ -39,7 +39,7 @@ WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
 
 def batches_of(config, layout, rank):
     """Return this rank's micro-batches of full rows, and the tokens of all ranks."""
-    rows = config.batch.global_size // layout.data_size
+    rows = config.batch.global_size // layout.data_parallel_size
     micro, length = config.batch.micro_size, config.data.seq_len
     batches = []
     for first in range(0, rows, micro):
@@ -75,25 +75,25 @@ def main():
     config = load_config(None, ["parallel=auto", *sys.argv[1:]])
     comm = bootstrap(config.run)
     configure_logging(comm.world.rank)
-    machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
+    machine = detect_machine(comm, find_host_limit(config.memory.host_limit).num_bytes)
     began_s = time.monotonic()
     measured, comm = measure_world(config, comm, machine)
     measuring_s = time.monotonic() - began_s
-    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
-    chosen, lines = choose_on_rank_0(measured, write_settings, comm, machine, limit_s)
-    dtype = compute_dtype(config.model.dtype, comm.device)
+    write_settings, limit_s = partial(write_resolved_config, config), config.run.timeout / 2
+    chosen, lines = choose_layout_on_rank_0(measured, write_settings, comm, machine, limit_s)
+    dtype = resolve_dtype(config.model.dtype, comm.device)
 
     def built():
         return build(Path(config.model.path), dtype, config.tune, config.train.seed)
 
     module, model = built().module, built().config
-    size, num_experts = measure(module), num_shardable_experts(module)
+    size, num_experts = measure(module), max_expert_parallel_size(module)
     del module
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
     network = Network.from_links(measured.links, measured.nodes)
     all_ranks = len(measured.nodes)
     order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
-    with_tensor = allows_tensor(config.tune, config.train)
+    with_tensor = allows_tensor_parallel(config.tune, config.train)
     layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor, num_experts)
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
     ranked = predict_candidates(layouts, *settings)

@@ -31,7 +31,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.plan.memory_model import _pinned_extra_bytes
 from hpc_tune.plan.resolve import ModelShape
-from hpc_tune.plan.trace import _count_shards, _fake_world, make_fake_mesh
+from hpc_tune.plan.trace import _count_shards_by_bytes, _fake_world, make_fake_mesh
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from tests.support.fake_cuda import fake_cuda
@@ -84,7 +84,7 @@ def offloaded(built):
             step(engine)
         told |= {"stepped": watch.pinned.num_bytes}
         told["are_pinned"] = all(watch.is_pinned(weight.to_local()) for weight in weights)
-        told["planned"] = 2 * sum(sizes) + _pinned_extra_bytes(_count_shards(engine), True)
+        told["planned"] = 2 * sum(sizes) + _pinned_extra_bytes(_count_shards_by_bytes(engine), True)
     return told
 
 
@@ -92,7 +92,7 @@ def moved(built):
     """Return bytes of pinned blocks while MOVE_OPTIMIZER is in effect, and after it is undone."""
     with _fake_world(0, RANKS), fake_cuda() as watch:
         engine = engine_of(built)
-        lever, before = engine.levers[Action.MOVE_OPTIMIZER].set_level, watch.pinned.num_bytes
+        lever, before = engine.levers[Action.MOVE_OPTIMIZER].apply_times, watch.pinned.num_bytes
         lever(1)
         moments = [
             state[name]

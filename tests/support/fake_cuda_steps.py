@@ -168,10 +168,8 @@ def prepared(folder, model, objective, form):
     answers = {"pairs": {"chosen": "yes", "rejected": "no"}, "labels": {"completion": "yes"}}
     rows = ({"prompt": f"{n}?", "label": n % 2 == 0, **answers[form]} for n in range(200))
     raw = write_jsonl(folder / f"{objective}.jsonl", rows)
-    out, settings = (
-        folder / f"{objective}.h5",
-        PrepareSettings(SEQ_LEN, reading=ReadOptions(form=form)),
-    )
+    out = folder / f"{objective}.h5"
+    settings = PrepareSettings(SEQ_LEN, reading=ReadOptions(form=form))
     prepare_data(str(raw), out, load_tokenizer(model), settings)
     return TokenStore.open(out)
 
@@ -179,8 +177,8 @@ def prepared(folder, model, objective, form):
 def run(engine, store, world, rank, watch):
     """Do what a run does between its start and its end; return what was noted."""
     order = SampleOrder(SEQ_LEN, True, 0)
-    place = {"rank": world.coordinates(rank).data, "size": world.data_size}
-    rows = MICROS * world.data_size
+    place = {"rank": world.coordinates(rank).data, "size": world.data_parallel_size}
+    rows = MICROS * world.data_parallel_size
     loader = Loader(PackedRows(store, order), order, global_size=rows, prefetch_bytes=0, **place)
     loader.pin_batches(DEVICE)
     noted = {}
@@ -207,7 +205,7 @@ def run(engine, store, world, rank, watch):
     note("evaluation")
     noted["save"] = copied(engine)
     if Action.MOVE_OPTIMIZER in engine.levers:
-        lever = engine.levers[Action.MOVE_OPTIMIZER].set_level
+        lever = engine.levers[Action.MOVE_OPTIMIZER].apply_times
         noted["moments"] = [state_of(engine, watch)]
         lever(1)
         noted["moments"].append(state_of(engine, watch))
@@ -257,7 +255,7 @@ def timed(engine, watch):
                 return True
         return False
 
-    done = collectives.record_end
+    done = collectives.record_end_event
 
     def noting_done():
         if (event := done()) is not None and event.stream is not watch.default:
@@ -265,9 +263,9 @@ def timed(engine, watch):
         return event
 
     kinds, untimed = [], []
-    collectives.pop_totals, collectives.record_end, watch.told = noting, noting_done, told
+    collectives.pop_totals, collectives.record_end_event, watch.told = noting, noting_done, told
     yield kinds, untimed
-    collectives.pop_totals, collectives.record_end, watch.told = take, done, lambda *_: None
+    collectives.pop_totals, collectives.record_end_event, watch.told = take, done, lambda *_: None
     for now, stream, at, place in waits:
         if stream in sent and not is_timed(now, stream, at):
             untimed.append(place)

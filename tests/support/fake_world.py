@@ -104,11 +104,11 @@ def count_libraries(counts: Counts) -> None:
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
     from hpc_tune.data.prepare import PrepareSettings, prepare_data
-    from hpc_tune.model.builtin import write_tiny
+    from hpc_tune.model.builtin import write_tiny_model
     from hpc_tune.model.tokenizer import load_tokenizer
 
     model, raw, data = folder / "tiny", folder / "raw.jsonl", folder / "data.h5"
-    write_tiny(model)
+    write_tiny_model(model)
     examples = [{"prompt": f"{n}?", "completion": f"{n} and one is {n + 1}"} for n in range(200)]
     raw.write_text("".join(json.dumps(one) + "\n" for one in examples), encoding="utf-8")
     prepare_data(str(raw), data, load_tokenizer(model), PrepareSettings(64))
@@ -129,7 +129,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     from hpc_tune.world.stop import StopFlag
 
     heard = iter(said)
-    config_json._read_cached.cache_clear()  # a rank is a process of its own
+    config_json._read_json_cached.cache_clear()  # a rank is a process of its own
 
     def join(settings, lost):
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

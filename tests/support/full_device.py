@@ -57,7 +57,7 @@ def with_room_for(rows: int) -> Faults:
         if torch.is_grad_enabled() and num_rows > rows:
             raise torch.OutOfMemoryError(ERROR)
 
-    return Faults(device=Device(), compute=compute, moves_on_host=True)
+    return Faults(device=Device(), compute=compute, offloads_without_gpu=True)
 
 
 def with_room_in_forward() -> Faults:
@@ -74,7 +74,7 @@ def with_room_in_forward() -> Faults:
             raise torch.OutOfMemoryError(ERROR)
 
     OverlappedAllReduce._on_gradient = run_out
-    return Faults(device=Device(), compute=compute, moves_on_host=True)
+    return Faults(device=Device(), compute=compute, offloads_without_gpu=True)
 
 
 def with_room_under_zero() -> Faults:
@@ -110,7 +110,7 @@ class Once:
                 raise torch.OutOfMemoryError(ERROR)
 
     def faults(self) -> Faults:
-        return Faults(device=Device(), compute=self.compute, at=self.at, moves_on_host=True)
+        return Faults(device=Device(), compute=self.compute, at=self.at, offloads_without_gpu=True)
 
 
 def faults_of(job: dict[str, Any]) -> Faults:
@@ -127,7 +127,7 @@ def faults_of(job: dict[str, Any]) -> Faults:
             return with_room_in_forward()
         case "zero":
             return with_room_under_zero()
-    return Faults(device=Device(), moves_on_host=True)
+    return Faults(device=Device(), offloads_without_gpu=True)
 
 
 if __name__ == "__main__":

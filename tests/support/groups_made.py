@@ -24,7 +24,7 @@ from hpc_tune.engine import mesh, pipeline_parallel
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.plan.trace import _fake_world
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
@@ -57,7 +57,7 @@ def main() -> None:
     folder, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
     dense, mixture = folder / "dense", folder / "mixture"
     for directory, more in ((dense, {"num_hidden_layers": 8}), (mixture, MIXTURE)):
-        write_tiny(directory)
+        write_tiny_model(directory)
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
     for layout in itertools.chain.from_iterable(map(layouts, sizes)):

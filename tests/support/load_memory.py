@@ -86,7 +86,7 @@ def main() -> None:
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     with Peak() as step:
-        train_step(engine, [batch], NUM_TOKENS * layout.data_size, 1e-3)
+        train_step(engine, [batch], NUM_TOKENS * layout.data_parallel_size, 1e-3)
     read = bytes_read() - read_before
     comm.barrier("all ranks to have done the step")
     with tempfile.TemporaryDirectory() as folder, Peak() as saving:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.packages import fast_imports
@@ -51,7 +51,7 @@ def write_mixture(family: str, directory: Path, **said: Any) -> Path:
     with fast_imports():
         from transformers import AutoConfig
 
-    write_tiny(directory)
+    write_tiny_model(directory)
     config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family] | said)
     (directory / "model.safetensors").unlink()
     write_small_model(config, directory)
@@ -63,7 +63,7 @@ def write_large_mixture(family: str, directory: Path, **said: Any) -> Path:
     with fast_imports():
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_tiny(directory)
+    write_tiny_model(directory)
     (directory / "model.safetensors").unlink()
     config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family] | said)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks
 from tests.support.training import events
 
@@ -97,7 +97,7 @@ def write_model(drawn: Draw, folder: Path) -> None:
     """Write the model with random weights, and the tokenizer of builtin:tiny."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_tiny(folder)
+    write_tiny_model(folder)
     tokens = json.loads((folder / "config.json").read_text())
     ids = {name: tokens[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "model.safetensors").unlink()

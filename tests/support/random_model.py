@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.regions import Region, write_regions
 
 # The shape of TinyLlama-1.1B.
@@ -34,7 +34,7 @@ def write_random_model(directory: Path, dtype: torch.dtype = torch.bfloat16, **s
 
     ``directory`` must be new; return the bytes of the weights.
     """
-    write_tiny(directory)
+    write_tiny_model(directory)
     (directory / "model.safetensors").unlink()
     return write_random_llama(directory, dtype=dtype, **shape)
 

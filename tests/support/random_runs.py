@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 
 VOCABULARY = 320  # of builtin:tiny's tokenizer: a token per byte
 # What published models of each family set besides their sizes.
@@ -306,7 +306,7 @@ def _row(rng: random.Random, kind: str, seq_len: int) -> dict[str, Any]:
 def write(one: Draw, folder: Path) -> list[str]:
     """Write the model and the rows of a draw; return the settings that name them."""
     model = folder / "model"
-    write_tiny(model)
+    write_tiny_model(model)
     for name in ("model.safetensors", "config.json"):
         (model / name).unlink()
     with torch.random.fork_rng(devices=[]):

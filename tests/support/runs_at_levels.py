@@ -15,7 +15,9 @@ from tests.support import many_runs
 def at_levels(job: dict[str, Any]) -> Faults:
     """Report these levels of host memory step by step, and offer actions that only a GPU needs."""
     left = list(job["levels"])
-    return Faults(level=lambda seen: left.pop(0) if len(left) > 1 else left[0], moves_on_host=True)
+    return Faults(
+        level=lambda seen: left.pop(0) if len(left) > 1 else left[0], offloads_without_gpu=True
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
     from hpc_tune.model.build import build
     from hpc_tune.model.weights import index_checkpoint
     from hpc_tune.plan.resolve import choose_layout
-    from hpc_tune.rundir.json_lines import Events
+    from hpc_tune.rundir.json_lines import EventsWriter
     from hpc_tune.step.plan import StepPlan
     from hpc_tune.step.size import measure
     from hpc_tune.train.exit import ResumePoint
@@ -57,7 +57,7 @@ def main() -> None:
     engine: Any = None
 
     def step(saver: Saver | None = None) -> None:
-        engine.accumulate([batch] * NUM_MICRO, NUM_MICRO * NUM_TOKENS * layout.data_size)
+        engine.accumulate([batch] * NUM_MICRO, NUM_MICRO * NUM_TOKENS * layout.data_parallel_size)
         if saver is not None:
             saver.wait_until_weights_may_change()
         engine.update(1e-5)
@@ -91,7 +91,7 @@ def main() -> None:
     for background in (False, True):
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
-        common = comm, store, engine, Events(events if comm.is_rank_0 else None)
+        common = comm, store, engine, EventsWriter(events if comm.is_rank_0 else None)
         saver = Saver(*common, settings, WriteOptions(600.0), ResumePoint(0), None)
         grown = []
         for _ in range(num_saves):

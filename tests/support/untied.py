@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 
 
 def write_untied(directory: Path) -> Path:
     """Write the model and its tokenizer into ``directory``."""
-    write_tiny(directory)
+    write_tiny_model(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     model.config.tie_word_embeddings = False
     untied = type(model)(model.config)

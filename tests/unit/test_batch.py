@@ -5,7 +5,7 @@ import torch
 
 from hpc_tune.batch import empty_batch
 from hpc_tune.data.order import SampleOrder
-from hpc_tune.data.packed_rows import PackedRows, micro_batches
+from hpc_tune.data.packed_rows import PackedRows, make_micro_batches
 from tests.unit.data.test_pair_store import LABELLED, PAIRS, prepared
 
 ROWS = {"pairs": PAIRS, "labels": LABELLED, "answers": PAIRS}
@@ -33,7 +33,7 @@ def rows_of(tmp_path, form):
     store = prepared(tmp_path, rows, form)
     packed = PackedRows(store, SampleOrder(256, True, 0))
     if form != "answers":
-        packed.set_reference(torch.arange(2.0 * store.num_documents).view(-1, 2).numpy())
+        packed.set_reference_log_probs(torch.arange(2.0 * store.num_documents).view(-1, 2).numpy())
     return packed
 
 
@@ -42,7 +42,7 @@ def assert_same(one, other):
     assert len(one.all_tensors) == len(other.all_tensors)
     for a, b in zip(one.all_tensors, other.all_tensors, strict=True):
         assert torch.equal(a.to(b.dtype), b)
-    assert (one.pairs is None, one.num_terms) == (other.pairs is None, other.num_terms)
+    assert (one.pairs is None, one.num_loss_terms) == (other.pairs is None, other.num_loss_terms)
     assert (one.mismatched is None) == (other.mismatched is None)
     if one.mismatched is not None:
         assert_same(one.mismatched, other.mismatched)
@@ -51,7 +51,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("form", ROWS)
 def test_what_is_pinned_has_the_values_that_it_had_before(tmp_path, pinned, form):
     rows = rows_of(tmp_path, form)
-    for batch in micro_batches(rows, range(8), 8, 4):
+    for batch in make_micro_batches(rows, range(8), 8, 4):
         assert batch.form == form
         pinned.clear()
         assert_same(batch.pinned(), batch)
@@ -60,12 +60,12 @@ def test_what_is_pinned_has_the_values_that_it_had_before(tmp_path, pinned, form
 
 def test_own_and_mismatched_answers_keep_their_own_numbers_of_tokens(tmp_path, pinned):
     rows = rows_of(tmp_path, "labels")
-    for batch in micro_batches(rows, range(8), 8, 4):
+    for batch in make_micro_batches(rows, range(8), 8, 4):
         moved = batch.pinned()
-        assert moved.pairs.counts_P2[:, 0].all()
-        assert not moved.pairs.counts_P2[:, 1].any()
-        assert moved.mismatched.pairs.counts_P2[:, 1].all()
-        assert not moved.mismatched.pairs.counts_P2[:, 0].any()
+        assert moved.pairs.num_loss_tokens_P2[:, 0].all()
+        assert not moved.pairs.num_loss_tokens_P2[:, 1].any()
+        assert moved.mismatched.pairs.num_loss_tokens_P2[:, 1].all()
+        assert not moved.mismatched.pairs.num_loss_tokens_P2[:, 0].any()
 
 
 @pytest.mark.parametrize("form", ROWS)

@@ -12,8 +12,8 @@ import pytest
 
 from hpc_tune import log as log_module
 from hpc_tune.files import write_file
-from hpc_tune.log import ON_ALL_RANKS, Progress, configure_logging, log, log_to_file
-from hpc_tune.rundir.json_lines import JsonLines, drop_lines_after
+from hpc_tune.log import SAME_ON_ALL_RANKS, Progress, configure_logging, log, log_to_file
+from hpc_tune.rundir.json_lines import JsonLinesWriter, drop_lines_after
 
 
 def rows(path):
@@ -21,7 +21,7 @@ def rows(path):
 
 
 def test_each_object_is_on_the_disk_as_soon_as_it_is_written(tmp_path):
-    lines = JsonLines(tmp_path / "x.jsonl")
+    lines = JsonLinesWriter(tmp_path / "x.jsonl")
     lines.write(step=1, text="für")
     assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == '{"step": 1, "text": "für"}\n'
     lines.write(step=2)
@@ -31,7 +31,7 @@ def test_each_object_is_on_the_disk_as_soon_as_it_is_written(tmp_path):
 
 def test_a_name_that_is_no_utf_8_is_written_by_its_numbers(tmp_path):
     """As the folder of a run may be called, or a file in the words of an error."""
-    lines = JsonLines(tmp_path / "x.jsonl")
+    lines = JsonLinesWriter(tmp_path / "x.jsonl")
     lines.write(folder="/home/gr\udcf6", text="für")
     lines.close()
     assert rows(tmp_path / "x.jsonl") == [{"folder": "/home/gr\udcf6", "text": "für"}]
@@ -41,7 +41,7 @@ def test_a_name_that_is_no_utf_8_is_written_by_its_numbers(tmp_path):
 
 def test_a_second_writer_appends(tmp_path):
     for step in (1, 2):
-        lines = JsonLines(tmp_path / "x.jsonl")
+        lines = JsonLinesWriter(tmp_path / "x.jsonl")
         lines.write(step=step)
         lines.close()
     assert rows(tmp_path / "x.jsonl") == [{"step": 1}, {"step": 2}]
@@ -50,7 +50,7 @@ def test_a_second_writer_appends(tmp_path):
 def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next_one(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    lines = JsonLines(path)
+    lines = JsonLinesWriter(path)
     lines.write(step=3)
     lines.close()
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 3}']
@@ -58,17 +58,17 @@ def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next_one(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_cannot_say_is_written_as_null(tmp_path, value):
-    lines = JsonLines(tmp_path / "x.jsonl")
+    lines = JsonLinesWriter(tmp_path / "x.jsonl")
     lines.write(loss=value, step=0)
     lines.close()
     assert (tmp_path / "x.jsonl").read_text() == '{"loss": null, "step": 0}\n'
 
 
 def test_a_writer_without_a_path_and_a_closed_one_drop_what_they_get(tmp_path):
-    nowhere = JsonLines(None)
+    nowhere = JsonLinesWriter(None)
     nowhere.write(step=1)
     nowhere.close()
-    closed = JsonLines(tmp_path / "x.jsonl")
+    closed = JsonLinesWriter(tmp_path / "x.jsonl")
     closed.close()
     closed.write(step=1)
     closed.close()
@@ -77,7 +77,7 @@ def test_a_writer_without_a_path_and_a_closed_one_drop_what_they_get(tmp_path):
 
 def test_a_full_disk_costs_lines_and_is_said_once_with_the_path(capsys):
     configure_logging(0)
-    full = JsonLines(Path("/dev/full"))
+    full = JsonLinesWriter(Path("/dev/full"))
     for step in (1, 2):
         full.write(step=step)
     full.close()
@@ -86,7 +86,7 @@ def test_a_full_disk_costs_lines_and_is_said_once_with_the_path(capsys):
 
 
 def test_a_line_that_finds_room_for_half_leaves_no_trace(tmp_path):
-    lines = JsonLines(tmp_path / "x.jsonl")
+    lines = JsonLinesWriter(tmp_path / "x.jsonl")
     lines.write(step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))
@@ -119,10 +119,10 @@ def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
     configure_logging(0)
     log.info("step %d", 1)
     log.warning("careful")
-    log.warning("careful, all", extra=ON_ALL_RANKS)
+    log.warning("careful, all", extra=SAME_ON_ALL_RANKS)
     configure_logging(3)
     log.info("unheard")
-    log.warning("careful, all", extra=ON_ALL_RANKS)
+    log.warning("careful, all", extra=SAME_ON_ALL_RANKS)
     log.error("bad")
     said = capsys.readouterr()
     assert said.err == ("step 1\nwarning: careful\nwarning: careful, all\n[rank 3] error: bad\n")

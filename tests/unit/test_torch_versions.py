@@ -82,12 +82,12 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     rows = SortedRows.sort_by_expert(torch.tensor([[0], [1], [1]]), 2, torch.float32)
     x = torch.randn(3 * 8 + 1)[1:].view(3, 8)  # 4 bytes behind a multiple of 16
     weight = torch.randn(2, 8, 8)
-    plain, gradient = rows.multiply_by_expert(x, weight), rows.gradient(x, x, weight)
-    monkeypatch.setattr(torch_versions, "GROUPED_MM_ANY_ADDRESS", False)
+    plain, weight_gradient = rows.multiply_by_expert(x, weight), rows.weight_gradient(x, x, weight)
+    monkeypatch.setattr(torch_versions, "GROUPED_MM_TAKES_ANY_ADDRESS", False)
     assert not grouped_matmul.has_grouped_matmul(x, weight)
     assert grouped_matmul.has_grouped_matmul(x.clone(), weight)
     assert torch.allclose(rows.multiply_by_expert(x, weight), plain, atol=1e-6)
-    assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
+    assert torch.allclose(rows.weight_gradient(x, x, weight), weight_gradient, atol=1e-6)
 
 
 def test_whole_numbers_ask_for_no_gradient():
@@ -130,9 +130,9 @@ def test_a_pre_release_counts_as_what_it_is_ahead_of(version, release):
 
 @pytest.mark.parametrize(("release", "word"), [((2, 8), "older"), ((2, 99), "newer")])
 def test_a_torch_that_no_run_was_compared_on_is_told_of(monkeypatch, release, word):
-    assert torch_versions.untested_warning() is None, "the one of constraints.txt is tested"
+    assert torch_versions.untested_torch_warning() is None, "the one of constraints.txt is tested"
     monkeypatch.setattr(torch_versions, "_RELEASE", release)
     assert (
         f"is {word} than the versions that hpc_tune was tested with (2.9 to "
-        in torch_versions.untested_warning()
+        in torch_versions.untested_torch_warning()
     )

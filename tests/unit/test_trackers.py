@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_tune import trackers
-from hpc_tune.config.load import field_names, load_config
+from hpc_tune.config.load import load_config, setting_names
 from hpc_tune.errors import ConfigError
 from hpc_tune.trackers import (
     EventFile,
@@ -25,7 +25,7 @@ from hpc_tune.trackers import (
     open_trackers,
     require_trackers,
 )
-from hpc_tune.train.metrics import Metrics
+from hpc_tune.train.metrics import MetricsWriter
 from tests.ranks.test_bad_input import mounted
 from tests.unit.train.test_metrics import STEP
 
@@ -158,7 +158,7 @@ def test_mlflow_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_
     assert tags["mlflow.note.content"] == "why it is made"
     assert (tags["tags"], tags["mlflow.source.git.commit"]) == ("a, b", "c0ffee")
     assert run.data.params["train.seed"] == "7"
-    assert len(run.data.params) == len(field_names())
+    assert len(run.data.params) == len(setting_names())
 
 
 def test_trackio_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_run(tmp_path):
@@ -211,7 +211,7 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
     openers = {"wandb": lambda facts: Broken(), "mlflow": refuse}
     monkeypatch.setattr(trackers, "OPENERS", trackers.OPENERS | openers)
     told = opened(tmp_path / "run", "tensorboard,wandb,mlflow")
-    metrics = Metrics(tmp_path / "run", 4, 0, told)
+    metrics = MetricsWriter(tmp_path / "run", 4, 0, told)
     for step in range(1, 5):
         metrics.record_step(dataclasses.replace(STEP, step=step, comm_s=0.0))
     metrics.close()

@@ -32,11 +32,17 @@ from hpc_tune.engine.activation_checkpoint import (
     recompute_levers,
 )
 from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
-from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
+from hpc_tune.engine.base import (
+    EngineSettings,
+    StepResult,
+    autocast,
+    prepare_heap_and_dropout,
+    seed_micro_batch,
+)
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.context_parallel import (
     make_context_group,
-    make_share,
+    make_row_share,
     share_attention,
     share_batches,
 )
@@ -48,9 +54,9 @@ from hpc_tune.engine.zero.settings import load_async_io
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import find_stacks
-from hpc_tune.model.grouped_experts import has_grouped_form
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.experts import find_stacked_experts
+from hpc_tune.model.grouped_experts import is_groupable_experts
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import HeadUnit, LossModel
 from hpc_tune.model.objective import Objective
@@ -139,36 +145,36 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._share = make_share(
+        self._share = make_row_share(
             make_context_group(settings.layout, device), self._collectives, settings, built.dtype
         )
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
-        init_model(built, train, self._stage == 3)
+        prepare_heap_and_dropout(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
-        use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
+        use_faster_layers(built.module, blocks, train.compiles, built.dtype, device)
         inputs = OffloadedInputs(settings)
-        inputs.follow(built.module)
-        checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
+        inputs.reset_at_each_pass(built.module)
+        checkpoint_blocks(blocks, parallel.recompute, inputs.saving_context)
         if train.compiles:
             compile_blocks(blocks)
             compile_loss(built.module)
-        self.levers = recompute_levers(blocks, parallel.recompute, inputs.saving)
+        self.levers = recompute_levers(blocks, parallel.recompute, inputs.saving_context)
         self.levers |= RowPieces(blocks, settings).levers() | inputs.levers()
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         share_attention(built.module, self._share)
         self._engine = self._connect_and_load(built)
-        self._watch.attach([built.module], device)
+        self._watch.hook_routers([built.module], device)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
             zero_state.prevent_prefetching(self._zero)
         if self._stage == 3 and parallel.recompute == "selective":
-            zero_state.hide_gathering(self._zero)
+            zero_state.hide_gathers_from_recompute(self._zero)
         named = built.module.named_parameters()
         self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
         self._partitions = zero_state.find_partitions(self._zero, self._stage, self._trained)
         self._reader = zero_state.PartitionReader(self._zero, self._stage)
         folder = zero_settings.swap_folder(parallel)
-        self.saves_in_background, self.repeats_steps = folder is None, False
+        self.saves_in_background, self.can_repeat_steps = folder is None, False
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -198,11 +204,11 @@ class ZeroEngine:
         sums = self._step_sums.tolist()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.pop_totals()
         num_sums = self._settings.plan.num_sums
-        sums, routers = sums[:num_sums], self._watch.read(sums[num_sums:])
+        sums, routers = sums[:num_sums], self._watch.interpret_sums(sums[num_sums:])
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)
 
     @torch.no_grad()
-    def outputs(
+    def objective_sums(
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
@@ -211,10 +217,8 @@ class ZeroEngine:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
         self._module.eval()
-        trained, skips = (
-            self._module.objective,
-            self._settings.plan.skips_empty_micros(training=False),
-        )
+        trained = self._module.objective
+        skips = self._settings.plan.skips_empty_micros(training=False)
         self._module.objective = objective or trained
         try:
             with nullcontext() if within_step else self._collectives.uncounted():
@@ -224,7 +228,7 @@ class ZeroEngine:
                         with autocast(self._device, self._autocast):
                             sums = self._module(used.to(self._device))
                         if self._share is not None:
-                            sums = self._share.add_up(sums)
+                            sums = self._share.sum_over_ranks(sums)
                         if self._share is None or self._share.part.rank == 0:
                             yield batch, sums
         finally:
@@ -237,8 +241,10 @@ class ZeroEngine:
         for buffer in self._partitions:
             for span in buffer.spans:
                 for part in ("", *MOMENT_NAMES):
-                    values = functools.partial(self._reader.values, buffer, part)
-                    regions += zero_state.span_regions(_stored_name(part, span.name), span, values)
+                    read_values = functools.partial(self._reader.read_values, buffer, part)
+                    regions += zero_state.span_regions(
+                        _stored_name(part, span.name), span, read_values
+                    )
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -254,7 +260,7 @@ class ZeroEngine:
         if self._stage == 3:
             zero_state.release_gathered_parameters(self._zero)
         for buffer in self._partitions:
-            with zero_state.writable_state(self._zero, self._stage, buffer, reserve) as state:
+            with zero_state.edit_optimizer_state(self._zero, self._stage, buffer, reserve) as state:
                 for span in buffer.spans:
                     zero_state.fill_span(index, span.name, span, buffer.flat.detach(), reserve)
                     for part in MOMENT_NAMES:
@@ -265,7 +271,7 @@ class ZeroEngine:
             for name, parameter in self._trained.items():
                 index.fill(parameter.detach(), name, reserve=reserve)
 
-    def run_once(self, batch: Batch) -> None:
+    def run_and_discard(self, batch: Batch) -> None:
         """Run a micro-batch and discard its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
         with self._collectives.uncounted():
@@ -337,7 +343,7 @@ def _mark_leaf_modules(module: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    experts = (part for _, part in find_stacks(module) if not has_grouped_form(part))
+    experts = (part for _, part in find_stacked_experts(module) if not is_groupable_experts(part))
     for part in (*experts, *find_indexers(module)):
         set_z3_leaf_module(part, True)
 

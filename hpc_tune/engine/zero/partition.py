@@ -44,7 +44,7 @@ def partition_parameters(
     owners, named = find_owners(built.module), list(built.module.named_parameters())
     partitioner.allocate_pinned(named, reserve)
     for name, meta in named:
-        parameter = partitioner.make_partitioned(name, meta, reserve)
+        parameter = partitioner.make_partitioned_parameter(name, meta, reserve)
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
     for block in find_blocks(built.module):
@@ -88,7 +88,7 @@ class _Partitioner:
         reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
         self._pinned = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
-    def make_partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
+    def make_partitioned_parameter(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
         # One value in memory, expanded: only the shape matters.
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)

@@ -154,8 +154,8 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
 # canceled job, a failed node) leaves it behind: every later run would wait forever.
 
 
-LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
-DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
+LOAD_LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
+COMPILER_DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
 
 
 def load_async_io(who: str) -> None:
@@ -176,7 +176,7 @@ def load_async_io(who: str) -> None:
     )
     hint = f"if no other job is compiling it, remove {folder}"
     try:
-        with time_limit("DeepSpeed's async_io", LIMIT_S, hint, who):
+        with time_limit("DeepSpeed's async_io", LOAD_LIMIT_S, hint, who):
             wait_for_compiler(folder / "lock")
             builder.load(verbose=False)
     except (RuntimeError, OSError, ImportError) as error:
@@ -187,7 +187,9 @@ def load_async_io(who: str) -> None:
         ) from None
 
 
-def wait_for_compiler(lock: Path, dead_after_s: float = DEAD_AFTER_S, every_s: float = 0.5) -> None:
+def wait_for_compiler(
+    lock: Path, dead_after_s: float = COMPILER_DEAD_AFTER_S, every_s: float = 0.5
+) -> None:
     """Return once ``lock`` is gone; remove it if its compiler was killed.
 
     The compiler counts as killed if nothing in its folder was written for ``dead_after_s``. Several

@@ -5,7 +5,7 @@ consists of a few boxes (the rest of a row, whole rows, the start of a row), and
 checkpoints are read and written by boxes. So each rank reads and writes its own values and nothing
 is gathered. Private attributes of DeepSpeed's (0.19.8) optimizers are used only in this file.
 
-    FlatSpan: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
+    FlatSpan: values [start, start + length) of a tensor, at ``buffer_start`` of a flat buffer
     split_into_boxes: the boxes of such a run, in the order of the values
 """
 
@@ -24,7 +24,7 @@ from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.adamw import initial_state
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import ShapeIndex
-from hpc_tune.model.load import make_first_values
+from hpc_tune.model.load import make_initial_values
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import Box, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
@@ -32,20 +32,20 @@ from hpc_tune.model.weights import TensorIndex
 
 @dataclass(frozen=True)
 class FlatSpan:
-    """The run of ``num`` values from ``start`` of the flattened tensor ``name`` of ``shape``."""
+    """The run of ``length`` values from ``start`` of the flattened tensor ``name`` of ``shape``."""
 
     name: str
     shape: tuple[int, ...]
     start: int
-    num: int
-    at: int
+    length: int
+    buffer_start: int
 
     def iter_boxes(self) -> Iterator[tuple[slice, Box]]:
         """Yield the place in the buffer, and the box, of each box that makes up the run."""
-        at = self.at
-        for box in split_into_boxes(self.shape, self.start, self.start + self.num):
-            yield slice(at, at + box.num_values), box
-            at += box.num_values
+        buffer_start = self.buffer_start
+        for box in split_into_boxes(self.shape, self.start, self.start + self.length):
+            yield slice(buffer_start, buffer_start + box.num_values), box
+            buffer_start += box.num_values
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,16 @@ def fill_parameter(
         DataError: if the file is damaged, or a value is NaN or inf.
     """
     numel = math.prod(shape)
-    num = max(0, min(flat.numel(), numel - start))
-    flat[num:].zero_()
-    span = FlatSpan(name, shape, start, num, 0)
-    if (found := built.find_stored(name)) is not None:
+    length = max(0, min(flat.numel(), numel - start))
+    flat[length:].zero_()
+    span = FlatSpan(name, shape, start, length, 0)
+    if (found := built.locate_initial_values(name)) is not None:
         fill_span(*found, span, flat, reserve)
         _require_finite(*found, span, flat)
     else:
-        flat[:num].copy_(make_first_values(built, name, shape).view(-1)[start : start + num])
+        flat[:length].copy_(
+            make_initial_values(built, name, shape).view(-1)[start : start + length]
+        )
 
 
 def _require_finite(
@@ -137,16 +139,18 @@ def _require_finite(
         index.require_finite(flat[place].view(box.shape), name, box.offset)
 
 
-def span_regions(name: str, span: FlatSpan, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
-    """Yield the regions of a span, to be written as ``name``; ``values`` gives the flat buffer."""
+def span_regions(
+    name: str, span: FlatSpan, read_values: Callable[[], torch.Tensor]
+) -> Iterator[Region]:
+    """Yield the regions of a span, written as ``name``; ``read_values`` gives the flat buffer."""
     for number, (place, box) in enumerate(span.iter_boxes()):
         stored_name = f"{name}#{number}" if number else ""
-        cut = partial(_slice_values, values, place)
+        cut = partial(_slice_values, read_values, place)
         yield Region(name, torch.float32, box, span.shape, cut, stored_name)
 
 
-def _slice_values(values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
-    return values().detach()[place]
+def _slice_values(read_values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
+    return read_values().detach()[place]
 
 
 def find_partitions(
@@ -157,14 +161,14 @@ def find_partitions(
     buffers = []
     if stage == 3:
         for number, group in enumerate(zero.fp16_groups):
-            spans, at = [], 0
+            spans, buffer_start = [], 0
             for p in group:
                 held = p.partition_numel()
                 start = held * dist.get_rank()
-                num = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
-                if num > 0:
-                    spans.append(FlatSpan(names[p], tuple(p.ds_shape), start, num, at))
-                at += held
+                length = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
+                if length > 0:
+                    spans.append(FlatSpan(names[p], tuple(p.ds_shape), start, length, buffer_start))
+                buffer_start += held
             flat = zero.fp32_partitioned_groups_flat[number]
             buffers.append(Partition(number, flat, tuple(spans)))
         return tuple(buffers)
@@ -172,9 +176,9 @@ def find_partitions(
         spans = []
         for p in group:
             if (mapping := p._hp_mapping) is not None:
-                start, num = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-                at = mapping.hp_fragment_address.start
-                spans.append(FlatSpan(names[p], tuple(p.shape), start, num, at))
+                start, length = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                buffer_start = mapping.hp_fragment_address.start
+                spans.append(FlatSpan(names[p], tuple(p.shape), start, length, buffer_start))
         flat = zero.single_partition_of_fp32_groups[number]
         buffers.append(Partition(number, flat, tuple(spans)))
     return tuple(buffers)
@@ -187,16 +191,16 @@ class PartitionReader:
         self._zero, self._stage = zero, stage
         self._held: int | None = None
 
-    def values(self, partition: Partition, part: str) -> torch.Tensor:
-        """Return the weights (``part`` is empty) or a part of the optimizer state."""
+    def read_values(self, partition: Partition, state_name: str) -> torch.Tensor:
+        """Return the weights (``state_name`` is empty) or a part of the optimizer state."""
         if _is_swapped(self._zero, self._stage, partition) and self._held != partition.number:
             self.release()
             self._zero._optimizer_states_and_gradient_swap_in(partition.number)
             self._held = partition.number
-        if not part:
+        if not state_name:
             return partition.flat
         state = self._zero.optimizer.state.get(partition.flat)
-        return state[part] if state else torch.zeros_like(partition.flat)
+        return state[state_name] if state else torch.zeros_like(partition.flat)
 
     def release(self) -> None:
         """Free the memory of the partition that was read from NVMe."""
@@ -206,7 +210,7 @@ class PartitionReader:
 
 
 @contextmanager
-def writable_state(
+def edit_optimizer_state(
     zero: Any, stage: int, partition: Partition, reserve: Reserve
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield a partition's optimizer state; the block may write to it and to the partition's buffer.
@@ -280,7 +284,7 @@ def prevent_prefetching(zero: Any) -> None:
     coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
 
 
-def hide_gathering(zero: Any) -> None:
+def hide_gathers_from_recompute(zero: Any) -> None:
     """Hide stage 3's gathering of weights from selective recompute.
 
     Selective recompute counts the operations within a block, and fails if the forward pass gathers

@@ -34,10 +34,10 @@ from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
 from hpc_tune.files import write_file
 from hpc_tune.log import log
-from hpc_tune.model.balance import Score, find_router_score
+from hpc_tune.model.balance import ScoreFunction, find_router_score_function
 from hpc_tune.model.build import BuiltModel, build
-from hpc_tune.model.config_json import common_value
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.config_json import value_shared_by_layers
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
@@ -45,11 +45,15 @@ from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
 from hpc_tune.model.shared_rows import (
     RankAttention,
     RowPart,
+    cut_batch_to_rank,
     join_head_tail,
     repeat_keys,
-    share_batch,
 )
-from hpc_tune.model.stock_reference import NotCheckable, compute_reference, software_versions
+from hpc_tune.model.stock_reference import (
+    ArchitectureNotCheckable,
+    compute_reference_losses,
+    software_versions,
+)
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
 from hpc_tune.step.layout import Layout, staging_problems
@@ -110,7 +114,7 @@ def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def find_unlike_gradient(models: list[Any]) -> str:
+def find_differing_gradient(models: list[Any]) -> str:
     """Return the first parameter that both slices hold whole but whose gradients differ, or ""."""
     (one, partial), (other, _) = models
     others = dict(other.module.named_parameters())
@@ -129,16 +133,16 @@ def find_unlike_gradient(models: list[Any]) -> str:
 class StackedShare:
     """Ranks that share one row, simulated as the rows of a batch; see ``model/shared_rows.py``."""
 
-    def __init__(self, size: int, head_tail: bool = False) -> None:
-        self.part = RowPart(0, size, head_tail)
+    def __init__(self, size: int, is_head_tail: bool = False) -> None:
+        self.part = RowPart(0, size, is_head_tail)
         self.ranks: Sequence[int] = range(size)
-        self.uses_eager, self.takes_parts = False, True
+        self.uses_eager, self.kernel_takes_parts = False, True
 
     def attend(self, attention: RankAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
         """Return the attention of all parts, CSHD, computed separately for each rank."""
-        if self.part.head_tail:
+        if self.part.is_head_tail:
             query_CHSD, *keys_CKSD = inputs_CHSD
-            keys = [self._gather(x) for x in keys_CKSD]
+            keys = [self._join_parts(x) for x in keys_CKSD]
             return torch.cat([attention(n, query_CHSD[n : n + 1], *keys) for n in self.ranks])
         rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
         size = self.part.size
@@ -146,12 +150,12 @@ class StackedShare:
         out_1THD = torch.cat([attention(n, *heads) for n, heads in enumerate(by_rank)], 2)
         return out_1THD.squeeze(0).unflatten(0, (size, -1))
 
-    def _gather(self, x_CKSD: torch.Tensor) -> torch.Tensor:
+    def _join_parts(self, x_CKSD: torch.Tensor) -> torch.Tensor:
         """Return the keys or values of the whole row in order, 1KTD."""
         parts_C1SF = x_CKSD.transpose(1, 2).flatten(2).unsqueeze(1)
         return join_head_tail(parts_C1SF).unflatten(-1, (x_CKSD.shape[1], -1)).transpose(1, 2)
 
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``: a sum over the batch's rows already includes all parts."""
         return x
 
@@ -174,11 +178,11 @@ def stack_parts(parts: Sequence[Batch]) -> Batch:
 
 
 # Tokens of the documents: no length divides another, and each is longer than a window.
-LENGTHS = (24, 40, 17)
+DOCUMENT_LENGTHS = (24, 40, 17)
 LOSS_TOLERANCE = 1e-5  # relative to a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # relative to a gradient's norm
 FULL_TUNING = TuneConfig(method="full")
-_FORMS_OF_ATTENTION = (True, True), (True, False), (False, False)
+_ATTENTION_KERNEL_CASES = (True, True), (True, False), (False, False)
 
 
 class _ErrorText(str):
@@ -207,7 +211,7 @@ class ArchitectureCheck:
     context: str = ""
     adapters: str = ""
     untrained: str = ""
-    score: Score = ""
+    score: ScoreFunction = ""
 
 
 def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
@@ -240,8 +244,8 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         directory = Path(folder)
         try:
             documents = _random_documents()
-            wanted, gradients = compute_reference(config, directory, documents)
-        except NotCheckable as why:
+            wanted, gradients = compute_reference_losses(config, directory, documents)
+        except ArchitectureNotCheckable as why:
             return ArchitectureCheck(
                 loss=_ErrorText(f"no small model of this kind could be tried: {why}")
             )
@@ -259,7 +263,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
             attention, loss = loss, _run_check(trial.check_loss, built)
         if loss:
             return ArchitectureCheck(loss=loss)
-        untrained = _list_without_gradient(built)
+        untrained = _format_untrained_names(built)
         packing = _run_check(trial.check_packing, built)
         adapters = ""
         if tune.method != "full":
@@ -291,7 +295,7 @@ def _describe_error(error: Exception) -> str:
 
 def _random_documents() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(3, 256, (length,), generator=generator) for length in DOCUMENT_LENGTHS]
 
 
 def _make_batch(
@@ -306,7 +310,7 @@ def _make_batch(
             mask_T = np.full(len(tokens_T), learned is None or number in learned)
             laid[-1].append((tokens_T.numpy(), mask_T))
             number += 1
-    return make_batch(laid, sum(LENGTHS), 0)
+    return make_batch(laid, sum(DOCUMENT_LENGTHS), 0)
 
 
 def _load(built: BuiltModel) -> BuiltModel:
@@ -337,13 +341,13 @@ class _Trial:
     def build(self) -> BuiltModel:
         built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
         blocks, cpu = list(find_blocks(built.module)), torch.device("cpu")
-        use_own_layers(built.module, blocks, False, built.dtype, cpu)
+        use_faster_layers(built.module, blocks, False, built.dtype, cpu)
         built.module.within_documents &= self.within_documents
         return built
 
     def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
         """Return transformers' gradients under our parameter names, if there is such a name."""
-        ours = {built.names.name_in_whole(n.removeprefix("model.")): n for n in built.base_names}
+        ours = {built.names.whole_model_name(n.removeprefix("model.")): n for n in built.base_names}
         return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
 
     def check_loss(self, built: BuiltModel) -> str:
@@ -415,8 +419,10 @@ class _Trial:
         finally:
             built.module.has_kernel = False
 
-    def router_score(self, built: BuiltModel) -> Score:
-        return find_router_score(built.module, lambda: built.module(_make_batch([self.documents])))
+    def router_score(self, built: BuiltModel) -> ScoreFunction:
+        return find_router_score_function(
+            built.module, lambda: built.module(_make_batch([self.documents]))
+        )
 
     def check_stages(self) -> str:
         built = self.build()
@@ -451,10 +457,10 @@ class _Trial:
             return "", ""
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return _describe_error(error), ""
-        untrained = _list_without_gradient(built)
+        untrained = _format_untrained_names(built)
         if not loss.isfinite():
             return f"a document's loss is {loss.item()}", untrained
-        return self._check_packed_weights(built) if tune.packed_base else "", untrained
+        return self._check_packed_weights(built) if tune.base_packing else "", untrained
 
     def _check_packed_weights(self, built: BuiltModel) -> str:
         """Return the difference in loss if a model's own code mistakes packed bytes for weights."""
@@ -495,7 +501,7 @@ class _Trial:
             raise errors[0]
         if any(_is_different(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
-        if name := find_unlike_gradient(models):
+        if name := find_differing_gradient(models):
             return f"the gradient of {name} differs between slices; transformers' plan sums none"
         return _compare_gradients(merge_gradients(models), self.expected_gradients(self.build()))
 
@@ -511,13 +517,15 @@ class _Trial:
             share_attention(module, share)
             # Keys are gathered; heads are exchanged only if two ranks divide them. Each way as on a
             # GPU whose kernel takes windows, on one whose kernel does not, and as here on a CPU.
-            is_odd = (common_value(built.config, "num_attention_heads") or 1) % 2
+            is_odd = (value_shared_by_layers(built.config, "num_attention_heads") or 1) % 2
             ways = (True,) if is_odd else (True, False)
-            for (has_kernel, has_windows), head_tail in itertools.product(
-                _FORMS_OF_ATTENTION, ways
+            for (has_kernel, has_windows), is_head_tail in itertools.product(
+                _ATTENTION_KERNEL_CASES, ways
             ):
-                share.part = RowPart(0, 2, head_tail)
-                parts = [share_batch(whole, replace(share.part, rank=rank)) for rank in share.ranks]
+                share.part = RowPart(0, 2, is_head_tail)
+                parts = [
+                    cut_batch_to_rank(whole, replace(share.part, rank=rank)) for rank in share.ranks
+                ]
                 module.has_kernel, module.kernel_has_windows = has_kernel, has_windows
                 loss = module(stack_parts(parts))
                 if _is_different(loss.item(), sum(self.losses)):
@@ -532,14 +540,14 @@ class _Trial:
         return _compare_gradients(gradients, self.expected_gradients(built))
 
 
-def _list_without_gradient(built: BuiltModel) -> str:
+def _format_untrained_names(built: BuiltModel) -> str:
     """Return the trained tensors without a gradient, a line each; see ``ArchitectureCheck``."""
     trained = built.module.named_parameters()
     names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
-    return "\n".join(dict.fromkeys(name_pattern(name) for name in names))
+    return "\n".join(dict.fromkeys(wildcard_name(name) for name in names))
 
 
-def name_pattern(saved: str) -> str:
+def wildcard_name(saved: str) -> str:
     """Return the name in ``untrained`` of the trained tensor that checkpoints call ``saved``."""
     layer = adapted_layer(saved) or saved.removeprefix(ADAPTER_PREFIX)
     return re.sub(r"\.\d+\.", ".*.", layer)

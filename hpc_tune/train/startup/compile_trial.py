@@ -33,21 +33,21 @@ from hpc_tune.engine.compile import (
 )
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.files import read_json_object, write_file
-from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.log import SAME_ON_ALL_RANKS, log
 from hpc_tune.memory.device import empty_caches
 from hpc_tune.model.build import BuiltModel, build
-from hpc_tune.model.experts import is_mixture
+from hpc_tune.model.experts import is_mixture_of_experts
 from hpc_tune.model.language import read_config
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.stock_reference import NotCheckable, write_small_model
+from hpc_tune.model.stock_reference import ArchitectureNotCheckable, write_small_model
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import trial_cache_file
 
 # Document lengths of each batch's rows: two rows of different lengths, then one row.
-BATCHES = (((24, 40), (17, 31)), ((33, 14, 48),))
+BATCH_DOCUMENT_LENGTHS = (((24, 40), (17, 31)), ((33, 14, 48),))
 MAX_ERROR_RATIO = 2.0  # error of compiled blocks, relative to that of blocks without compiling
 MIN_TOLERANCES = {
     torch.float32: 1e-4,
@@ -69,17 +69,17 @@ def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
     if train.compile != "auto" or comm.device.type != "cuda":
         return train
     said = "train.compile=auto: blocks are not compiled: %s"
-    if why := why_not_compiled(parallel, built.tune, train, is_mixture(built.module)):
+    if why := why_not_compiled(parallel, built.tune, train, is_mixture_of_experts(built.module)):
         log.info(said, why)
-    elif why := comm.on_rank_0(
+    elif why := comm.run_on_rank_0(
         "trying compiled blocks",
-        lambda: check_compiled_cached(built, parallel.recompute, comm.device),
+        lambda: check_compiled_blocks_cached(built, parallel.recompute, comm.device),
     ):
-        log.warning(said, why, extra=ON_ALL_RANKS)
+        log.warning(said, why, extra=SAME_ON_ALL_RANKS)
     return train.model_copy(update={"compile": not why})
 
 
-def check_compiled_cached(
+def check_compiled_blocks_cached(
     built: BuiltModel, recompute: RecomputeLevel, device: torch.device
 ) -> str:
     """Return why compiled blocks cannot be used on a device, "" if they can.
@@ -98,8 +98,8 @@ def check_compiled_cached(
         return str(cached)
     log.info("compiling a small %s model, to compare it with an uncompiled one", model.model_type)
     try:
-        why = check_compiled(model, built.tune, built.dtype, device, recompute)
-    except NotCheckable as error:
+        why = check_compiled_blocks(model, built.tune, built.dtype, device, recompute)
+    except ArchitectureNotCheckable as error:
         return f"no small model of this kind could be tried: {error}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
@@ -113,7 +113,7 @@ def check_compiled_cached(
     return why
 
 
-def check_compiled(
+def check_compiled_blocks(
     model: Any,
     tune: TuneConfig,
     dtype: torch.dtype,
@@ -123,7 +123,7 @@ def check_compiled(
     """Return how a small compiled model of the architecture differs, "" if it does not.
 
     Raises:
-        NotCheckable: if no small model can be made.
+        ArchitectureNotCheckable: if no small model can be made.
     """
     method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
@@ -137,14 +137,14 @@ def check_compiled(
 
 
 def compare_steps(
-    exact: _StepValues, plain: _StepValues, compiled: _StepValues, least: float
+    exact: _StepValues, plain: _StepValues, compiled: _StepValues, min_tolerance: float
 ) -> str:
     """Return which value of compiled blocks is too far from fp32 compared with plain blocks, or "".
 
-    ``least``: the share of a loss, or of a gradient's norm, that is tolerated in any case.
+    ``min_tolerance``: the share of a loss, or of a gradient's norm, that is tolerated in any case.
     """
     for loss, ours, theirs in zip(exact.losses, compiled.losses, plain.losses, strict=True):
-        if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + least * abs(loss):
+        if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + min_tolerance * abs(loss):
             return f"a small model's loss is {ours:.6g} with compiled blocks, {theirs:.6g} without"
     for name, gradient in exact.gradients.items():
         norm = gradient.norm().item()
@@ -152,7 +152,7 @@ def compare_steps(
             (step.gradients[name] - gradient).norm().item() if name in step.gradients else norm
             for step in (compiled, plain)
         )
-        if not ours <= MAX_ERROR_RATIO * theirs + least * norm + 1e-7:
+        if not ours <= MAX_ERROR_RATIO * theirs + min_tolerance * norm + 1e-7:
             return (
                 f"the gradient of a small model's {name} is off by {ours / norm:.1e} of its norm "
                 f"with compiled blocks, by {theirs / norm:.1e} without"
@@ -171,7 +171,7 @@ def _run_step(
     built = build(directory, dtype, tune, 0)
     blocks = list(find_blocks(built.module))
     shares = not compiled or recompute == "none"
-    use_own_layers(built.module, blocks, compiled, dtype, device, shares_inputs=shares)
+    use_faster_layers(built.module, blocks, compiled, dtype, device, shares_inputs=shares)
     checkpoint_blocks(blocks, recompute)
     if compiled:
         compile_blocks(blocks)
@@ -186,8 +186,8 @@ def _run_step(
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     losses = []
     casts = tune.method == "full" and dtype != torch.float32
-    for rows in BATCHES:
-        batch = _make_batch(rows).to(device)
+    for rows in BATCH_DOCUMENT_LENGTHS:
+        batch = _make_random_batch(rows).to(device)
         with torch.autocast(device.type, dtype, enabled=casts):
             loss = built.module(batch)
         loss.backward()
@@ -196,7 +196,7 @@ def _run_step(
     return _StepValues(tuple(losses), gradients)
 
 
-def _make_batch(rows: Sequence[Sequence[int]]) -> Batch:
+def _make_random_batch(rows: Sequence[Sequence[int]]) -> Batch:
     generator = np.random.default_rng(1)
     laid = [
         [(generator.integers(3, 256, length), np.full(length, True)) for length in row]

@@ -23,14 +23,14 @@ from hpc_tune.data.order import compute_progress
 from hpc_tune.data.packed_rows import count_tokens
 from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
-from hpc_tune.model.experts import OTHERS, chosen_expert_share, num_chosen_experts
+from hpc_tune.model.experts import OTHER_PARTS, chosen_expert_share, num_chosen_experts
 from hpc_tune.model.float8 import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
 from hpc_tune.probe.facts import find_nccl
 from hpc_tune.probe.software import git_commit, package_versions
-from hpc_tune.probe.topology import find_cards
+from hpc_tune.probe.topology import find_network_cards
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
@@ -46,12 +46,12 @@ from hpc_tune.world.device import (
     Architecture,
     cpu_has_bf16,
     find_architecture,
-    read_settings,
-    unread_settings_warning,
+    read_allocator_settings,
+    unread_allocator_warning,
 )
 
-_FEW_STEPS = 5  # updates in an epoch
-_QUANTISING_S = 100e-9  # of one core, per trained value and step (2.5 GHz)
+_MIN_UPDATES_PER_EPOCH = 5  # updates in an epoch
+_QUANTIZE_S_PER_VALUE = 100e-9  # of one core, per trained value and step (2.5 GHz)
 
 
 def log_start(
@@ -79,7 +79,7 @@ def log_start(
         "kernels": str(model.choose_kernels(comm.device))
         + describe_float8_base(model, comm.device),
         "batch": _describe_batch(rows, layout, data),
-        "rate": describe_rate(config.optim, config.tune, rows, total_steps),
+        "rate": describe_learning_rate(config.optim, config.tune, rows, total_steps),
     }
     batch_job: dict[str, Any] = _batch_job_fields(os.environ)
     sources = compute_progress(data.mixture.phases, data.loader.total_rows) if data.mixture else []
@@ -120,7 +120,7 @@ def _list_warnings(comm: Comm, model: Model, layout: Layout, data: Data) -> Iter
     epoch_rows = data.loader.num_rows_per_epoch
     yield from warn_few_steps(config.train, config.optim, rows, data.total_steps, epoch_rows)
     yield from warn_best_not_kept(config.train, config.checkpoint)
-    yield from warn_8bit_useless(config.optim, model.size, comm.device)
+    yield from warn_useless_8bit_optimizer(config.optim, model.size, comm.device)
 
 
 def _batch_job_fields(environ: Environ) -> dict[str, str]:
@@ -139,7 +139,7 @@ def warn_slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
 
 def warn_idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
     """Yield a warning where a step has fewer rows than there are ranks to share them."""
-    ranks, each = layout.data_size, layout.size // layout.data_size
+    ranks, each = layout.data_parallel_size, layout.size // layout.data_parallel_size
     if rows < ranks:
         yield (
             f"{count_of(rows, 'row')} for {layout.size} ranks: "
@@ -165,7 +165,9 @@ def warn_best_not_kept(train: TrainConfig, checkpoint: CheckpointConfig) -> Iter
         )
 
 
-def warn_8bit_useless(optim: OptimConfig, size: ModelSize, device: torch.device) -> Iterator[str]:
+def warn_useless_8bit_optimizer(
+    optim: OptimConfig, size: ModelSize, device: torch.device
+) -> Iterator[str]:
     """Yield a warning if optimizer moments in 8 bits have no benefit, or are slow."""
     if optim.is_8bit and not size.spared_bytes:
         yield (
@@ -174,7 +176,7 @@ def warn_8bit_useless(optim: OptimConfig, size: ModelSize, device: torch.device)
     elif optim.is_8bit and device.type == "cpu":
         yield (
             "optim.name=adamw_8bit on CPUs, which have no fast way to quantize: about "
-            f"{_QUANTISING_S * size.num_trained:.2g} s of one core in each step for "
+            f"{_QUANTIZE_S_PER_VALUE * size.num_trained:.2g} s of one core in each step for "
             f"{format_count(size.num_trained)} trained values; use optim.name=adamw if it fits"
         )
 
@@ -188,7 +190,7 @@ def warn_few_steps(
             f"train.epochs={train.epochs:g} is not used: train.max_steps={train.max_steps} is "
             "set and takes precedence; remove one of them"
         )
-    if rows_per_epoch < _FEW_STEPS * rows and total_steps < 10 * _FEW_STEPS:
+    if rows_per_epoch < _MIN_UPDATES_PER_EPOCH * rows and total_steps < 10 * _MIN_UPDATES_PER_EPOCH:
         yield (
             f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates, and "
             f"the run has {total_steps}: too few for batch.global_size={rows}; use a smaller "
@@ -205,7 +207,9 @@ def warn_few_steps(
         )
 
 
-def describe_rate(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -> str:
+def describe_learning_rate(
+    optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int
+) -> str:
     """Return the peak learning rate, where it comes from, its warm-up and its schedule."""
     peak = with_scaled_lr(optim, rows).peak_lr
     if (reference := optim.reference_batch) is not None:
@@ -256,7 +260,7 @@ def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
         return []
     return [
         *warn_slow_network(comm, environ),
-        *filter(None, [unread_settings_warning(environ, read_settings())]),
+        *filter(None, [unread_allocator_warning(environ, read_allocator_settings())]),
     ]
 
 
@@ -264,7 +268,7 @@ def warn_slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[
     """Return a warning if NCCL uses TCP although rank 0's node has a faster network."""
     if comm.device.type != "cuda" or comm.world.num_nodes == 1:
         return []
-    kinds, library = [card.kind for card in find_cards(folder)], find_nccl()
+    kinds, library = [card.kind for card in find_network_cards(folder)], find_nccl()
     names = environ.get("NCCL_SOCKET_IFNAME", "")
     return [*filter(None, [fabric.tcp_warning(kinds, library.name, library.plugin, names)])]
 
@@ -293,7 +297,7 @@ def describe_method(tune: TuneConfig, size: ModelSize) -> str:
     adapter += " by pattern" if tune.rank_pattern or tune.alpha_pattern else ""
     adapter += " rslora" if tune.rslora else ""
     adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
-    adapter += f" on a base in {tune.packed_base}" if tune.packed_base else ""
+    adapter += f" on a base in {tune.base_packing}" if tune.base_packing else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
     return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"
@@ -310,7 +314,7 @@ def describe_experts(size: ModelSize, model: Any) -> str:
             trained[weights.kind] += weights.num_values if weights.is_trained else 0
     parts = [
         f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
-        for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHERS, item[0]))
+        for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0]))
     ]
     num_chosen = num_chosen_experts(model)
     each = f"{num_chosen} of {round(num_chosen / chosen_expert_share(model))}"
@@ -331,17 +335,18 @@ def _num_documents(sources: Sequence[OpenSource]) -> int:
     return sum(source.limit or source.store.num_documents for source in sources)
 
 
-def _describe_evals(data: Data, goes_by_it: bool) -> dict[str, str]:
+def _describe_evals(data: Data, keeps_best: bool) -> dict[str, str]:
     """Describe the held-out loss if it is the mean of several sources, else return nothing."""
     if len(data.held_out) < 2:
         return {}
     names = ", ".join(source.name for source in data.held_out)
-    best = ", by which the best checkpoint is chosen" if goes_by_it else ""
+    best = ", by which the best checkpoint is chosen" if keeps_best else ""
     return {"evals": f"of {names}; the held-out loss is their mean{best}"}
 
 
 def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
-    ranks, epochs = layout.data_size, data.loader.total_rows / data.loader.num_rows_per_epoch
+    ranks = layout.data_parallel_size
+    epochs = data.loader.total_rows / data.loader.num_rows_per_epoch
     fewest, more = divmod(rows, ranks)
     each = f"{fewest} each"
     if more:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpc_tune.batch import full_batch
+from hpc_tune.batch import costliest_batch
 from hpc_tune.checkpoint.state import RunState, Settings
 from hpc_tune.config.section import flatten
 from hpc_tune.engine.base import Engine
@@ -13,9 +13,9 @@ from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
 from hpc_tune.memory.device import DeviceMemory, describe_failed_allocation
 from hpc_tune.memory.host import own_bytes
-from hpc_tune.memory.monitor import Monitor
+from hpc_tune.memory.monitor import MemoryMonitor
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
-from hpc_tune.plan.memory_model import GPU_SLACK
+from hpc_tune.plan.memory_model import GPU_SLACK_SHARE
 from hpc_tune.plan.resolve import max_micro_rows, rows_per_rank
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
@@ -27,7 +27,7 @@ from hpc_tune.world.comm import Comm
 POLL_S = 0.002
 # At most this many times the rows that would fit if each took as much as the first: limits the
 # effect of a small difference between two measured peaks.
-_MAX_ROW_RATIO = 8
+_MAX_ROW_BYTES_RATIO = 8
 _MEMORY_SETTINGS = (  # settings that change the memory of a row, or the memory left for rows
     *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
     *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
@@ -67,7 +67,7 @@ def _needs_same_memory(saved: RunState, settings: Settings) -> bool:
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     """Log the size of micro-batches, and the bytes that a step sends."""
     seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
-    tokens, num_micro = plan.own_tokens(rows * seq_len), -(-rows // micro_size)
+    tokens, num_micro = plan.num_own_tokens(rows * seq_len), -(-rows // micro_size)
     micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
     sent = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
@@ -80,7 +80,7 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
 
 
 def largest_micro_size(
-    comm: Comm, engine: Engine, monitor: Monitor, seq_len: int, most_rows: int
+    comm: Comm, engine: Engine, monitor: MemoryMonitor, seq_len: int, most_rows: int
 ) -> int:
     """Return the largest power of two of rows that fit on every rank, or ``most_rows`` if these do.
 
@@ -96,37 +96,39 @@ def largest_micro_size(
         return 1
     device = monitor.device
     if device is not None:
-        needed_by, room_bytes = _measure_on_device(engine, monitor, device, seq_len)
+        measure_row_bytes, room_bytes = _prepare_device_measurement(
+            engine, monitor, device, seq_len
+        )
     else:
-        needed_by, room_bytes = _measure_on_host(engine, monitor, seq_len)
+        measure_row_bytes, room_bytes = _prepare_host_measurement(engine, monitor, seq_len)
         room_bytes //= comm.world.local_size
 
-    def on_every_rank(rows: int) -> int:
+    def min_over_ranks(rows: int) -> int:
         """Return the rows of the rank with the least room."""
         return max(1, -int(comm.max([-rows])[0]))
 
-    one_bytes = max(needed_by(1), 1)
-    rows = on_every_rank(room_bytes // one_bytes)
+    one_bytes = max(measure_row_bytes(1), 1)
+    rows = min_over_ranks(room_bytes // one_bytes)
     if 1 < rows < most_rows:
-        added_bytes = max(needed_by(2) - one_bytes, one_bytes // _MAX_ROW_RATIO, 1)
-        rows = on_every_rank(1 + (room_bytes - one_bytes) // added_bytes)
+        added_bytes = max(measure_row_bytes(2) - one_bytes, one_bytes // _MAX_ROW_BYTES_RATIO, 1)
+        rows = min_over_ranks(1 + (room_bytes - one_bytes) // added_bytes)
     return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
-def _measure_on_device(
-    engine: Engine, monitor: Monitor, device: DeviceMemory, seq_len: int
+def _prepare_device_measurement(
+    engine: Engine, monitor: MemoryMonitor, device: DeviceMemory, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
     """Return a function that measures the peak bytes of rows, and the bytes available for rows."""
     before = device.sample()
     # The allocator's fragmentation grows with the memory that it hands out.
-    filled_bytes = (DEVICE_LIMITS.filled * before.limit_bytes - before.others_bytes) / (
-        1 + GPU_SLACK
+    filled_bytes = (DEVICE_LIMITS.target_share * before.limit_bytes - before.others_bytes) / (
+        1 + GPU_SLACK_SHARE
     )
 
-    def needed_by(rows: int) -> int:
+    def measure_row_bytes(rows: int) -> int:
         failed = None
         try:
-            engine.run_once(full_batch(rows, seq_len))
+            engine.run_and_discard(costliest_batch(rows, seq_len))
         except torch.OutOfMemoryError as error:
             failed = describe_failed_allocation(error)
         found = device.sample()
@@ -140,21 +142,24 @@ def _measure_on_device(
             )
         return found.used_bytes - found.others_bytes - before.allocated_bytes
 
-    return needed_by, int(filled_bytes) - before.allocated_bytes
+    return measure_row_bytes, int(filled_bytes) - before.allocated_bytes
 
 
-def _measure_on_host(
-    engine: Engine, monitor: Monitor, seq_len: int
+def _prepare_host_measurement(
+    engine: Engine, monitor: MemoryMonitor, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
     """Return a function that measures the peak bytes of rows, and the bytes left for all ranks."""
     before_bytes = own_bytes()
 
-    def needed_by(rows: int) -> int:
+    def measure_row_bytes(rows: int) -> int:
         return (
-            _measure_peak_bytes(lambda: engine.run_once(full_batch(rows, seq_len))) - before_bytes
+            _measure_peak_bytes(lambda: engine.run_and_discard(costliest_batch(rows, seq_len)))
+            - before_bytes
         )
 
-    return needed_by, int(HOST_LIMITS.filled * monitor.limit.num_bytes) - monitor.used_bytes()
+    return measure_row_bytes, int(
+        HOST_LIMITS.target_share * monitor.limit.num_bytes
+    ) - monitor.used_bytes()
 
 
 def _measure_peak_bytes(work: Callable[[], None]) -> int:

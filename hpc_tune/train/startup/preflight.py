@@ -17,11 +17,11 @@ from hpc_tune.cluster.launchers import why_command_failed
 from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
-from hpc_tune.memory.host import PLAN_BYTES, find_limit, spare_bytes
+from hpc_tune.memory.host import PLAN_BYTES, find_host_limit, spare_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
 from hpc_tune.plan.memory_model import PhaseMemory, surely_fits, upper_bound_bytes
-from hpc_tune.plan.report import MemoryPlan, from_json, phase_fits
+from hpc_tune.plan.report import MemoryPlan, phase_fits, plan_from_json
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir.json_lines import STARTING_CONFIG
 from hpc_tune.train.job import Job
@@ -30,7 +30,7 @@ from hpc_tune.units import format_bytes, list_some
 from hpc_tune.world.comm import Comm
 
 _PLAN_LIMIT_S = 300.0
-_SIGNAL_SHOWS_WITHIN_S = 0.5
+_MAX_SIGNAL_DELAY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
     masked = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
-    plan = comm.on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
+    plan = comm.run_on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
     if plan is None:
         return MemoryForecast(None, "not planned; see the warning above")
     job.monitor.expect_usage(plan.steady_phase.node_bytes(machine))
@@ -110,7 +110,7 @@ def _describe_fit(plan: MemoryPlan) -> str:
     return text
 
 
-def compare_memory(job: Job, forecast: MemoryForecast) -> None:
+def record_memory_peaks(job: Job, forecast: MemoryForecast) -> None:
     """Write an event with the peak of any rank in each phase, and the planned bytes. Collective."""
     measured: dict[Phase, int] = {}
     for peaks in job.setup_comm.gather(job.monitor.peaks):
@@ -133,7 +133,7 @@ def _run_plan_command(
     Raises:
         ResumableStop: if the run was asked to stop meanwhile, since the signal ends the plan, too.
     """
-    limit = find_limit()
+    limit = find_host_limit()
     left = spare_bytes(limit)
     if left < PLAN_BYTES:
         log.warning(
@@ -148,10 +148,10 @@ def _run_plan_command(
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()
-        return from_json(done.stdout)
+        return plan_from_json(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         # The signal may reach the plan before this process.
-        time.sleep(_SIGNAL_SHOWS_WITHIN_S)
+        time.sleep(_MAX_SIGNAL_DELAY_S)
         if reason := job.stop.reason():
             words = f"stopped while planning ({reason})"
             raise ResumableStop(reason, job.resume_point.step, words=words) from None

@@ -15,26 +15,26 @@ from hpc_tune.autotune.candidates import (
     predict_candidates,
     rank_orders,
     ring_order,
-    share_rows,
+    row_sharing_layouts,
 )
 from hpc_tune.autotune.search import (
     Measurements,
     choice_from_json,
     choice_lines,
     choice_to_json,
-    choose_for_command,
+    choose_layout_for_command,
     compute_from_data_sheet,
     measurements_from_data_sheet,
     search_layout,
 )
-from hpc_tune.config.constraints import allows_expert, allows_tensor, check_config
+from hpc_tune.config.constraints import allows_expert_parallel, allows_tensor_parallel, check_config
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import Phase
 from hpc_tune.model.build import build
-from hpc_tune.model.experts import num_shardable_experts
+from hpc_tune.model.experts import max_expert_parallel_size
 from hpc_tune.plan.hardware import CLUSTERS, Machine
 from hpc_tune.plan.memory_model import PhaseMemory
 from hpc_tune.plan.resolve import max_micro_rows
@@ -75,7 +75,7 @@ def network(size, rate=1e9, nodes=None, slow=()):
 
 def legal(num_ranks, **parts):
     settings = config(**parts)
-    with_tensor = allows_tensor(settings.tune, settings.train)
+    with_tensor = allows_tensor_parallel(settings.tune, settings.train)
     return legal_layouts(settings.parallel, MODEL, num_ranks, with_tensor)
 
 
@@ -161,7 +161,7 @@ def test_experts_are_spread_over_every_number_of_shards_that_divides_them():
 def test_what_cannot_be_with_spread_experts_is_known():
     def allowed(**parts):
         settings = config(**parts)
-        return allows_expert(settings.parallel, settings.train)
+        return allows_expert_parallel(settings.parallel, settings.train)
 
     assert allowed()
     assert allowed(parallel={"layout": "auto"})
@@ -175,14 +175,14 @@ def test_a_number_of_ranks_that_experts_cannot_be_spread_over_is_refused():
     parallel = {"layout": "auto", "expert": 2}
     settings = config(model={"path": "shape:llama3-8b"}, parallel=parallel)
     with pytest.raises(ConfigError, match="experts of a llama model cannot be split over ranks"):
-        choose_for_command(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
+        choose_layout_for_command(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
 
 
 def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
     directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
     built = build(directory, torch.float32, config().tune, 0, weights=False)
     work = StepWork(measure(built.module), built.config, 4, 0, 4)
-    assert num_shardable_experts(built.module) == 8
+    assert max_expert_parallel_size(built.module) == 8
 
     def fastest(seq_len):
         settings = config(batch={"global_size": 4, "micro_size": 1}, parallel={"shard": 4})
@@ -273,7 +273,7 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
 def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_is_of_its_layout():
     settings = load_config(None, ["parallel=auto"])
     machine = Machine(2, 2, 80 * GIB, 512 * GIB)
-    choice, used, chosen = choose_for_command(settings, machine, None, "h100-ib400")
+    choice, used, chosen = choose_layout_for_command(settings, machine, None, "h100-ib400")
     assert chosen.parallel.layout == "simple"
     assert chosen.parallel.replicate == choice.best.layout.replicate
     assert used.world_size == choice.best.layout.size
@@ -289,7 +289,7 @@ def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
         ConfigError,
         match=r"(?s)the smallest need that was found is .* of 2.20 GiB per rank, with .*recompute",
     ):
-        choose_for_command(settings, machine, None, "h100-ib400")
+        choose_layout_for_command(settings, machine, None, "h100-ib400")
     planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]
     assert 1 <= len(planned) <= 6, planned
 
@@ -300,14 +300,14 @@ FOUR = Measurements((0,) * 4, FAST_LINKS, COMPUTE)
 
 def test_neighbours_share_rows_by_every_number_that_divides_the_ranks():
     layouts = [Layout(1, 1), Layout(2, 8), Layout(1, 4, 2), Layout(1, 2, 4)]
-    idle, others = share_rows(layouts, MODEL, global_rows=4, near=8)
+    idle, others = row_sharing_layouts(layouts, MODEL, global_rows=4, max_sharing_ranks=8)
     assert [(found.replicate, found.context) for found in idle] == [(2, 2), (2, 4), (2, 8)]
     assert [(found.tensor, found.context) for found in others] == [(2, 2), (2, 4), (4, 2)]
     mixed = SimpleNamespace(
         model_type="qwen3_next", num_attention_heads=8, layer_types=["linear_attention"]
     )
-    assert share_rows(layouts, mixed, 4, 8) == ([], [])
-    idle, others = share_rows(layouts, MODEL, global_rows=4, near=4)
+    assert row_sharing_layouts(layouts, mixed, 4, 8) == ([], [])
+    idle, others = row_sharing_layouts(layouts, MODEL, global_rows=4, max_sharing_ranks=4)
     assert [found.context for found in idle] == [2, 4]
     assert [(found.tensor, found.context) for found in others] == [(2, 2)]
 
@@ -388,14 +388,14 @@ def test_what_cannot_be_chosen_is_said():
     settings = load_config(None, ["parallel=auto"])
     machine = Machine(1, 4, 80 * GIB, 512 * GIB)
     with pytest.raises(ConfigError, match="doctor --json"):
-        choose_for_command(settings, machine, None, None)
+        choose_layout_for_command(settings, machine, None, None)
     with pytest.raises(ConfigError, match="h100-ib400"):
-        choose_for_command(settings, machine, None, "cray-1")
+        choose_layout_for_command(settings, machine, None, "cray-1")
     impossible = load_config(None, ["parallel=auto", "parallel.tensor=3"])
     with pytest.raises(
         ConfigError, match="no layout of up to 4 ranks is possible: parallel.tensor=3"
     ):
-        choose_for_command(impossible, machine, None, "h100-ib400")
+        choose_layout_for_command(impossible, machine, None, "h100-ib400")
 
 
 def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
@@ -424,8 +424,8 @@ def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
     cluster = CLUSTERS["h100-ib400"]
     measured = measurements_from_data_sheet(cluster, 2, 8)
     net = Network.from_links(measured.links, measured.nodes)
-    assert net.rate(0, 7) == cluster.within_bytes_per_s
-    assert net.rate(3, 12) == cluster.across_bytes_per_s
+    assert net.rate(0, 7) == cluster.intra_node_bytes_per_s
+    assert net.rate(3, 12) == cluster.inter_node_bytes_per_s
     model = SimpleNamespace(
         num_hidden_layers=2, hidden_size=10, vocab_size=100, tie_word_embeddings=True
     )

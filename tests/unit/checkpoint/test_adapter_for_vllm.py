@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.builtin import SHAPE, write_tiny
+from hpc_tune.model.builtin import TINY_CONFIG, write_tiny_model
 from tests.unit.checkpoint.test_export import trained
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -22,7 +22,7 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def exported(tmp_path, **settings):
     """Return (adapter_config.json, the tensors) of an adapter of rank 4."""
     tune = TuneConfig(rank=4, alpha=6.0, **settings)
-    write_tiny(tmp_path / "base")
+    write_tiny_model(tmp_path / "base")
     trained(tmp_path / "base", tune, tmp_path / "step")
     out = export_adapter(tmp_path / "step", tune, tmp_path / "base", tmp_path / "out")
     config = json.loads((out / "adapter_config.json").read_text())
@@ -48,7 +48,7 @@ def test_settings_and_tensors_are_those_that_vllm_takes(tmp_path, targets):
         assert found, f"{name} is not a name that vLLM reads"
         layers.setdefault(found[1], {})[found[2]] = tuple(tensor.shape)
     assert {layer.rpartition(".")[2] for layer in layers} == wanted
-    assert len(layers) == len(wanted) * SHAPE["num_hidden_layers"]
+    assert len(layers) == len(wanted) * TINY_CONFIG["num_hidden_layers"]
     for shapes in layers.values():
         assert (shapes["A"][0], shapes["B"][1]) == (4, 4)
 

@@ -44,7 +44,7 @@ def names(store: Store) -> list[str]:
 
 
 def test_a_store_without_a_folder_has_no_checkpoint(store):
-    assert store.steps() == []
+    assert store.step_folders() == []
     assert store.latest() is None
 
 
@@ -86,7 +86,7 @@ def test_the_manifest_lists_size_and_hash_of_each_file(store):
 def test_checkpoints_are_ordered_by_step_not_by_name(store):
     for step in (99_999_999, 5, 100_000_000):
         (store.folder / f"step-{step:08d}").mkdir(parents=True)
-    assert [p.name for p in store.steps()] == [
+    assert [p.name for p in store.step_folders()] == [
         "step-00000005",
         "step-99999999",
         "step-100000000",
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(store, warni
 def test_a_damaged_checkpoint_is_put_aside_when_its_step_comes_again(store, damage):
     save(store, 10)
     DAMAGES[damage](save(store, 20))
-    left = [p.name for p in store.steps()]
+    left = [p.name for p in store.step_folders()]
     again = save(store, 20)
     assert store.latest() == again
     aside = ["step-00000020.superseded"] if "step-00000020" in left else []

@@ -15,12 +15,12 @@ from safetensors.torch import load, load_file
 
 from hpc_tune.checkpoint import writer as writer_module
 from hpc_tune.checkpoint.writer import (
+    CheckpointWriter,
     CudaStagingDevice,
     PinnedBlockPool,
-    Writer,
-    block_bytes,
     choose_staging_bytes,
     cut_pieces,
+    total_block_bytes,
 )
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
@@ -44,7 +44,7 @@ def finished(writer, limit_s=120.0):
 @pytest.mark.parametrize("budget", [0, 3 * BYTES, 100 * BYTES])
 def test_what_is_written_is_what_was_there_at_the_start(tmp_path, budget):
     live = tensors()
-    writer = Writer({tmp_path / "a.safetensors": regions_of(live)}, budget)
+    writer = CheckpointWriter({tmp_path / "a.safetensors": regions_of(live)}, budget)
     writer.release(10.0)
     for tensor in live.values():
         tensor.fill_(-1.0)
@@ -67,7 +67,7 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
             copied.append(self.nbytes)
         return real(self, *args, **more)
 
-    writer = Writer({pipe: regions_of(tensors())}, 3 * BYTES)
+    writer = CheckpointWriter({pipe: regions_of(tensors())}, 3 * BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
         writer.release(0.2)
@@ -85,7 +85,7 @@ def test_release_copies_a_part_of_a_tensor_that_is_larger_than_the_budget(tmp_pa
     os.mkfifo(pipe)
     live = torch.arange(10.0 * (piece // 4))
     before = live.clone()
-    writer = Writer({pipe: regions_of({"w": live})}, 3 * piece)
+    writer = CheckpointWriter({pipe: regions_of({"w": live})}, 3 * piece)
     released = threading.Thread(target=writer.release, args=(60.0,))
     released.start()
     with pipe.open("rb") as reader:
@@ -129,7 +129,7 @@ def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monke
     monkeypatch.setattr(writer_module, "PIECE_BYTES", 3 * BYTES)
     pipe, device, live = tmp_path / "pipe", LazyDevice(), tensors()
     os.mkfifo(pipe)  # nothing can be written before it has a reader
-    writer = Writer({pipe: regions_of(live)}, 9 * BYTES, device=device)
+    writer = CheckpointWriter({pipe: regions_of(live)}, 9 * BYTES, device=device)
     writer.release(60.0)
     assert not writer.has_ended
     assert device.num_waits == 1
@@ -147,7 +147,7 @@ def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monke
 def test_a_device_that_may_not_copy_all_copies_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "PIECE_BYTES", 3 * BYTES)
     device = LazyDevice()
-    writer = Writer({tmp_path / "a": regions_of(tensors())}, 9 * BYTES - 1, device=device)
+    writer = CheckpointWriter({tmp_path / "a": regions_of(tensors())}, 9 * BYTES - 1, device=device)
     writer.release(60.0)
     finished(writer)
     assert (device.blocks, device.num_waits) == ([], 0)
@@ -164,7 +164,7 @@ def test_a_file_is_the_same_whoever_copies(tmp_path, monkeypatch):
     for number, (piece_bytes, device) in enumerate([(1 << 24, None), (4096, LazyDevice())]):
         monkeypatch.setattr(writer_module, "PIECE_BYTES", piece_bytes)
         [written] = finished(
-            Writer({tmp_path / str(number): regions_of(mixed)}, 1 << 20, device=device)
+            CheckpointWriter({tmp_path / str(number): regions_of(mixed)}, 1 << 20, device=device)
         )
         content = (tmp_path / str(number)).read_bytes()
         assert written.sha256 == hashlib.sha256(content).hexdigest()
@@ -176,7 +176,7 @@ def test_a_file_is_the_same_whoever_copies(tmp_path, monkeypatch):
 def test_a_devices_memory_is_given_back_when_nothing_holds_it(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "PIECE_BYTES", 2 * BYTES)
     device = LazyDevice()
-    finished(Writer({tmp_path / "a": regions_of(tensors())}, 8 * BYTES, device=device))
+    finished(CheckpointWriter({tmp_path / "a": regions_of(tensors())}, 8 * BYTES, device=device))
     until_s = time.monotonic() + 60.0
     while device.held is None and time.monotonic() < until_s:
         time.sleep(0.005)
@@ -196,8 +196,8 @@ def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
     assert all(piece.offset + piece.num_bytes <= 4096 for piece in pieces)
     assert all(piece.offset % 16 == 0 for piece in pieces)
     # 10 bytes, 6 to the next multiple of 16, and 12,000 more: three blocks.
-    assert block_bytes(saved) == 3 * 4096
-    assert block_bytes([]) == 0
+    assert total_block_bytes(saved) == 3 * 4096
+    assert total_block_bytes([]) == 0
 
 
 ROOM, MIB = 1 << 30, 1 << 20
@@ -262,7 +262,7 @@ def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path
     monkeypatch.setattr(writer_module, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(regions, "SYNC_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
-    writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)
+    writer = CheckpointWriter({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)
     released = threading.Thread(target=writer.release, args=(1.0,))
     released.start()
     received = 0
@@ -278,12 +278,15 @@ def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path
 
 def test_several_files_are_written_in_order(tmp_path):
     files = {tmp_path / f"{n}.safetensors": regions_of(tensors(n)) for n in (1, 2)}
-    assert [w.name for w in finished(Writer(files, 0))] == ["1.safetensors", "2.safetensors"]
-    assert finished(Writer({}, 0)) == []
+    assert [w.name for w in finished(CheckpointWriter(files, 0))] == [
+        "1.safetensors",
+        "2.safetensors",
+    ]
+    assert finished(CheckpointWriter({}, 0)) == []
 
 
 def test_an_error_of_the_thread_is_raised_where_the_result_is_asked_for(tmp_path):
-    writer = Writer({tmp_path / "no" / "folder": regions_of(tensors(1))}, 0)
+    writer = CheckpointWriter({tmp_path / "no" / "folder": regions_of(tensors(1))}, 0)
     writer.release(10.0)
     with pytest.raises(CheckpointError, match="cannot be written"):
         finished(writer)
@@ -310,7 +313,7 @@ class BrokenDevice(LazyDevice):
 @pytest.mark.parametrize("place", ["stream", "wait"])
 def test_an_error_before_the_first_file_is_such_an_error(tmp_path, place):
     for files in ({tmp_path / "a": regions_of(tensors())}, {}):
-        writer = Writer(files, 1 << 30, device=BrokenDevice(place))
+        writer = CheckpointWriter(files, 1 << 30, device=BrokenDevice(place))
         writer.release(10.0)
         with pytest.raises(CheckpointError, match="the device is lost"):
             finished(writer)
@@ -319,7 +322,7 @@ def test_an_error_before_the_first_file_is_such_an_error(tmp_path, place):
 def test_a_full_disk_is_such_an_error(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left"):
-        finished(Writer({tmp_path / "full": regions_of(tensors(2000))}, 0))
+        finished(CheckpointWriter({tmp_path / "full": regions_of(tensors(2000))}, 0))
 
 
 class GpusOfThreads:

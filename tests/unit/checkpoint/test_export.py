@@ -19,7 +19,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region, write_regions
 from hpc_tune.model.tensor_sources import Box
@@ -58,7 +58,7 @@ def write_llama(directory: Path, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    write_tiny(folder / "tiny")
+    write_tiny_model(folder / "tiny")
     write_llama(folder / "llama", torch.float32)
     write_llama(folder / "llama-bf16", torch.bfloat16)
     return folder
@@ -127,7 +127,7 @@ def test_what_is_stored_transposed_or_by_another_name_is_merged(tmp_path, kind):
     out = export_merged(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "out")
     assert close(logits(stock(out)), logits(ours))
     assert not close(logits(stock(out)), logits(stock(tmp_path / "base")))
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     for file in (tmp_path / "tiny").glob("tokenizer*"):
         shutil.copyfile(file, tmp_path / "base" / file.name)
     peft = export_adapter(

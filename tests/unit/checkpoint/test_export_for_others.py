@@ -16,7 +16,7 @@ from hpc_tune.checkpoint.export_metadata import BaseName, find_base_name
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, DataError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.tokenizer import load_tokenizer
 from tests.unit.checkpoint.test_export import (
     METHODS,
@@ -49,7 +49,7 @@ def config_of(out):
 def test_adapter_config_has_only_fields_that_peft_of_years_ago_takes(tmp_path, method, targets):
     """Versions up to 0.13 end with a TypeError at any field that they do not know."""
     tune = TuneConfig(method=method, rank=4, alpha=6.0, targets=targets)
-    write_tiny(tmp_path / "base")
+    write_tiny_model(tmp_path / "base")
     ours = trained(tmp_path / "base", tune, tmp_path / "step")
     out = export_adapter(tmp_path / "step", tune, tmp_path / "base", tmp_path / "out")
     config = config_of(out)
@@ -90,7 +90,7 @@ def test_a_tokenizer_of_a_vocabulary_and_merges_is_whole_in_every_export(tmp_pat
 @pytest.mark.parametrize("further", [{}, {"<|more|>": 300}])
 def test_added_tokens_that_the_tokenizer_has_are_no_adapters_own(tmp_path, further):
     base = tmp_path / "base"
-    write_tiny(base)
+    write_tiny_model(base)
     tokens = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
     added = {token["content"]: token["id"] for token in tokens} | further
     (base / "added_tokens.json").write_text(json.dumps(added))
@@ -149,7 +149,7 @@ def test_exports_name_a_base_of_the_hubs_cache_as_the_hub_does(tmp_path):
     import gguf
 
     base = tmp_path / CACHED
-    write_tiny(base)
+    write_tiny_model(base)
     trained(base, LORA, tmp_path / "step")
     for write, name in ((export_adapter, "adapter"), (export_gguf, "gguf")):
         out = write(tmp_path / "step", LORA, base, tmp_path / name)

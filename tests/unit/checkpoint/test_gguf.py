@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from hpc_tune.checkpoint.export import export_merged
-from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _split_rule, export_gguf
+from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _pre_tokenizer_name, export_gguf
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.older_transformers import since
 from tests.support.training import give_manifest
 from tests.unit.checkpoint.test_export import METHODS, close, logits, stock, trained
@@ -130,7 +130,7 @@ def test_the_file_has_the_tokens_the_template_and_the_end_of_a_turn(tmp_path):
 
 
 def test_the_built_in_model_is_written_too(tmp_path):
-    write_tiny(tmp_path / "base")
+    write_tiny_model(tmp_path / "base")
     out, merged = exported(tmp_path)
     assert close(logits(loaded(out)), logits(stock(merged)))
     assert {p.name for p in out.iterdir()} == {"model.gguf", "README.md", "training_config.yaml"}
@@ -223,7 +223,7 @@ BYTES = {"type": "ByteLevel", "use_regex": False}
 def test_the_rule_by_which_text_is_cut_has_llama_cpps_name(before, name):
     model = {"type": "BPE", "merges": [["a", "b"]]}
     steps = {"type": "Sequence", "pretokenizers": before}
-    assert _split_rule({"model": model, "pre_tokenizer": steps}) == name
+    assert _pre_tokenizer_name({"model": model, "pre_tokenizer": steps}) == name
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_rule_by_which_text_is_cut_has_llama_cpps_name(before, name):
 )
 def test_another_tokenizer_is_refused_with_what_to_do(model, before, said):
     with pytest.raises(ConfigError, match=rf"\(.*{said}.*convert_hf_to_gguf.py"):
-        _split_rule({"model": model, "pre_tokenizer": before})
+        _pre_tokenizer_name({"model": model, "pre_tokenizer": before})
 
 
 def test_a_base_without_tokenizer_json_is_refused(tmp_path):

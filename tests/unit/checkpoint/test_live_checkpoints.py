@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from hpc_tune.checkpoint import store as storing
-from hpc_tune.checkpoint.locate import list_checkpoints, locate, retry_with_newest
+from hpc_tune.checkpoint.locate import describe_checkpoints, locate, retry_with_newest
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.errors import CheckpointError
 from tests.unit.checkpoint.test_checkpoint_state import state
@@ -39,7 +39,7 @@ def test_the_newest_is_found_though_each_is_removed_while_it_is_read(live):
 
 
 def test_the_list_names_what_is_there_and_calls_nothing_damaged(live):
-    lines, all_valid = list_checkpoints(live, check_bytes=True)
+    lines, all_valid = describe_checkpoints(live, check_bytes=True)
     assert all_valid
     assert [line.split()[0] for line in lines] == ["step-00000040"]
 

@@ -13,7 +13,7 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.language import stock_class
+from hpc_tune.model.language import auto_model_class
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.stock_reference import write_small_model
@@ -165,7 +165,7 @@ def test_a_layer_whose_gate_and_up_lie_apart_in_files_is_merged(tmp_path, method
     module = trained(base, tune, tmp_path / "step")
     out = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
     models = [
-        stock_class(config).from_pretrained(folder, dtype=torch.float32).eval()
+        auto_model_class(config).from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (out, base)
     ]
     merged, first = map(logits, models)
@@ -201,13 +201,13 @@ def test_a_mistral_large_4_is_merged_as_its_files_are(tmp_path, family, tune):
     stored, merged = (index_model_directory(folder) for folder in (base, out))
     assert merged.shapes == stored.shapes
     assert merged.dtypes == stored.dtypes
-    model, report = stock_class(config).from_pretrained(
+    model, report = auto_model_class(config).from_pretrained(
         out, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert torch.allclose(logits(model.eval()), ours, atol=1e-4)
-    first = stock_class(config).from_pretrained(base, dtype=torch.float32).eval()
+    first = auto_model_class(config).from_pretrained(base, dtype=torch.float32).eval()
     assert not torch.allclose(logits(first), ours, atol=1e-2)
 
 
@@ -222,7 +222,7 @@ def test_an_adapter_on_the_experts_of_a_part_for_language_is_what_peft_loads(tmp
     write_small_model(config, base)
     module = trained(base, EXPERTS, tmp_path / "step")
     out = export_adapter(tmp_path / "step", EXPERTS, base, tmp_path / "adapter")
-    models = [stock_class(config).from_pretrained(base, dtype=torch.float32) for _ in "ab"]
+    models = [auto_model_class(config).from_pretrained(base, dtype=torch.float32) for _ in "ab"]
     loaded = PeftModel.from_pretrained(models[0], out).eval()
     assert torch.allclose(logits(loaded), logits(module), atol=1e-4)
     assert not torch.allclose(logits(models[1].eval()), logits(module), atol=1e-2)

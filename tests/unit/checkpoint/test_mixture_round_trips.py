@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.dropout import disable_dropout
-from hpc_tune.model.language import read_config, stock_class
+from hpc_tune.model.language import auto_model_class, read_config
 from hpc_tune.model.stock_reference import write_small_model
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import close, trained
@@ -46,7 +46,7 @@ def write_family(family, directory):
 
 
 def load(directory):
-    model, report = stock_class(read_config(directory)).from_pretrained(
+    model, report = auto_model_class(read_config(directory)).from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
@@ -67,10 +67,8 @@ def test_files_come_back_as_they_were_but_for_what_was_trained(tmp_path, family)
     tune = TUNE.model_copy(update={"targets": targets})
     module = trained(base, tune, tmp_path / "step")
     what = (tmp_path / "step", tune, base)
-    merged, adapter = (
-        export_merged(*what, tmp_path / "merged"),
-        export_adapter(*what, tmp_path / "a"),
-    )
+    merged = export_merged(*what, tmp_path / "merged")
+    adapter = export_adapter(*what, tmp_path / "a")
     before, after, ours = stored(base), stored(merged), logits(module)
     layout = {name: (tensor.shape, tensor.dtype) for name, tensor in before.items()}
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in after.items()} == layout

@@ -11,7 +11,7 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.language import stock_class
+from hpc_tune.model.language import auto_model_class
 from hpc_tune.model.stock_reference import write_small_model
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
 
@@ -42,7 +42,7 @@ def test_a_pattern_that_exports_would_not_know_is_refused_and_the_advised_one_is
     module = trained(base, tune, tmp_path / "step")
     adapter = export_adapter(tmp_path / "step", tune, base, tmp_path / "adapter")
     merged = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
-    of_class = stock_class(config)
+    of_class = auto_model_class(config)
     models = [
         of_class.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (base, base, merged)

@@ -13,7 +13,7 @@ from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import read_config
-from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.model.load import allocate, load_trained_parameters, load_weights
 from tests.support.training import give_manifest
 from tests.unit.checkpoint.test_export import METHODS, close, stock, trained
 from tests.unit.checkpoint.test_gguf import write_base
@@ -54,7 +54,7 @@ def logits_of_training(step, base, scaling, length):
     built = dataclasses.replace(built, seq_len=SEQ_LEN)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
-    load_trained(built, step)
+    load_trained_parameters(built, step)
     return logits(built.module.causal_lm(), length)
 
 

@@ -9,7 +9,7 @@ from hpc_tune.cluster.launchers import (
     find_claim,
     find_launcher,
     rank_hint,
-    run_command,
+    run_hpc_tune_command,
     why_command_failed,
 )
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
@@ -129,7 +129,7 @@ def test_without_the_launchers_variables_a_process_is_no_rank(name, monkeypatch)
 
 
 def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
-    told, refused = run_command(["--version"], 60.0), run_command(["trian"], 60.0)
+    told, refused = run_hpc_tune_command(["--version"], 60.0), run_hpc_tune_command(["trian"], 60.0)
     assert (told.returncode, told.stdout.split()[0], told.stderr) == (0, "hpc_tune", "")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "did you mean train" in refused.stderr
@@ -137,7 +137,7 @@ def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
 
 def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
     with pytest.raises(subprocess.TimeoutExpired) as late:
-        run_command(["doctor"], 0.0)
+        run_hpc_tune_command(["doctor"], 0.0)
     assert why_command_failed(late.value) == "not done within 0 s"
     ended = {3: "it ended with exit code 3", -9: "it was ended by SIGKILL"}
     for code, said in ended.items():

@@ -318,12 +318,12 @@ def test_a_job_that_cannot_submit_the_next_one_says_so_at_its_start(host, monkey
 
 
 def test_supervise_takes_the_section_of_the_job_that_it_is_in():
-    of_slurm, of_pbs = SlurmConfig(spare_nodes=1), PbsConfig(spare_nodes=2)
+    slurm_config, pbs_config = SlurmConfig(spare_nodes=1), PbsConfig(spare_nodes=2)
     in_pbs, in_slurm = {"PBS_JOBID": "7.head"}, {"SLURM_JOB_ID": "7"}
-    assert choose_section(of_slurm, of_pbs, in_pbs) is of_pbs
-    assert choose_section(of_slurm, of_pbs, in_slurm) is of_slurm
-    assert choose_section(of_slurm, PbsConfig(), in_pbs) is of_slurm, "as it was"
-    assert choose_section(SlurmConfig(), of_pbs, {}) is of_pbs
+    assert choose_section(slurm_config, pbs_config, in_pbs) is pbs_config
+    assert choose_section(slurm_config, pbs_config, in_slurm) is slurm_config
+    assert choose_section(slurm_config, PbsConfig(), in_pbs) is slurm_config, "as it was"
+    assert choose_section(SlurmConfig(), pbs_config, {}) is pbs_config
 
 
 def test_the_script_says_how_long_before_its_end_ranks_are_asked():

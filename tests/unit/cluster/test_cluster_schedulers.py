@@ -9,7 +9,7 @@ from hpc_tune.cluster.protocol import Scheduler
 from hpc_tune.cluster.schedulers import (
     BatchJob,
     find_job,
-    find_job_end,
+    find_job_end_s,
     granted_cpus,
     memory_limits,
 )
@@ -60,7 +60,7 @@ def test_a_job_is_known_by_its_schedulers_variables(environ, job_id, count):
 
 def test_outside_of_a_job_there_is_none():
     assert find_job({"SLURM_RESTART_COUNT": "2"}) is None
-    assert find_job_end({}, ask=True) is None
+    assert find_job_end_s({}, asks_scheduler=True) is None
     assert granted_cpus({}) is None
     assert list(memory_limits({})) == []
 
@@ -75,7 +75,7 @@ def test_where_there_is_no_scontrol_nothing_requeues(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert requeue_command({"SLURM_JOB_ID": "7"}) == []
     assert not preempted({"SLURM_JOB_ID": "7"})
-    assert find_job_end({"SLURM_JOB_ID": "7"}, ask=True) is None
+    assert find_job_end_s({"SLURM_JOB_ID": "7"}, asks_scheduler=True) is None
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_where_there_is_no_scontrol_nothing_requeues(monkeypatch):
 )
 def test_slurm_tells_the_end_of_a_job_that_has_one(scontrol, shown, end_s):
     scontrol(shown)
-    assert find_job_end({"SLURM_JOB_ID": "7"}, ask=True) == end_s
-    assert find_job_end({"SLURM_JOB_ID": "7"}, ask=False) is None
-    assert find_job_end({"SLURM_JOB_ID": "x"}, ask=True) is None
-    assert find_job_end({"PBS_JOBID": "7"}, ask=True) is None
+    assert find_job_end_s({"SLURM_JOB_ID": "7"}, asks_scheduler=True) == end_s
+    assert find_job_end_s({"SLURM_JOB_ID": "7"}, asks_scheduler=False) is None
+    assert find_job_end_s({"SLURM_JOB_ID": "x"}, asks_scheduler=True) is None
+    assert find_job_end_s({"PBS_JOBID": "7"}, asks_scheduler=True) is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_slurm_tells_whether_it_takes_the_nodes_away(scontrol, shown, is_preempt
 def test_of_an_array_this_task_alone_is_asked_about_and_requeued(scontrol):
     task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     scontrol(f"JobId=7 EndTime={END.isoformat()} PreemptTime={END.isoformat()}", job="7_3")
-    assert find_job_end(task, ask=True) == END.timestamp()
+    assert find_job_end_s(task, asks_scheduler=True) == END.timestamp()
     assert preempted(task)
     assert requeue_command(task) == ["scontrol", "requeue", "7_3"]
 
@@ -117,14 +117,14 @@ def test_of_an_array_this_task_alone_is_asked_about_and_requeued(scontrol):
 def test_times_are_read_whatever_the_users_own_format_of_them(scontrol, monkeypatch, form):
     monkeypatch.setenv("SLURM_TIME_FORMAT", form)
     scontrol(f"EndTime=$([ $SLURM_TIME_FORMAT = standard ] && echo {END.isoformat()})")
-    assert find_job_end({"SLURM_JOB_ID": "7"}, ask=True) == END.timestamp()
+    assert find_job_end_s({"SLURM_JOB_ID": "7"}, asks_scheduler=True) == END.timestamp()
 
 
 def test_the_scripts_word_on_the_end_comes_first():
     soon, later = (str(int(time.time()) + seconds) for seconds in (60, 600))
     environ = {"HPC_TUNE_JOB_END": soon, "SLURM_JOB_END_TIME": later}
-    assert find_job_end(environ, ask=False) == float(soon)
-    assert find_job_end(environ | {"HPC_TUNE_JOB_END": ""}, ask=False) == float(later)
+    assert find_job_end_s(environ, asks_scheduler=False) == float(soon)
+    assert find_job_end_s(environ | {"HPC_TUNE_JOB_END": ""}, asks_scheduler=False) == float(later)
 
 
 def test_a_scheduler_is_one_row(monkeypatch):
@@ -139,5 +139,5 @@ def test_a_scheduler_is_one_row(monkeypatch):
     assert find_job(environ) == BatchJob(site, "a/1", "0")
     assert requeue_command(environ) == ["requeue", "a/1"]
     assert not preempted(environ)
-    assert find_job_end(environ, ask=True) == float(environ["SITE_END"])
+    assert find_job_end_s(environ, asks_scheduler=True) == float(environ["SITE_END"])
     assert list(memory_limits(environ)) == [(1 << 30, "SITE_MEMORY")]

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_tune.cluster import slurm
 from hpc_tune.cluster.launchers import read_hosts, restrict_to_nodes
-from hpc_tune.cluster.nodes import JobNodes, LauncherLines, find_lost_hosts
+from hpc_tune.cluster.nodes import JobNodes, LauncherOutputParser, find_lost_hosts
 from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import SlurmConfig
 
@@ -55,7 +55,7 @@ PRTE has lost communication with a remote daemon.
     ],
 )
 def test_the_launcher_names_the_victim_and_not_the_bystanders(text, has_report, names):
-    lines = LauncherLines()
+    lines = LauncherOutputParser()
     for line in text.splitlines():
         lines.read(line)
     assert list(lines.find_suspects(has_report)) == names
@@ -205,17 +205,21 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     nodes = cluster.of()
     cluster.states["n3"] = "down*"
     cluster.write()
-    found, lost = nodes.exclude_faulty(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
+    found, lost = nodes.exclude_faulty_nodes(
+        ["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False
+    )
     assert (list(found), lost) == (["n3"], True)
     assert found["n3"] == "Slurm says that it is down and does not respond"
-    assert cluster.of()._slurm.find_sick(["n1"]) == {}
+    assert cluster.of()._slurm.find_sick_nodes(["n1"]) == {}
     cluster.states["n1"] = "mixed*"
     cluster.write()
-    assert cluster.of()._slurm.find_sick(["n1"]) == {"n1": "Slurm says that it does not respond"}
+    assert cluster.of()._slurm.find_sick_nodes(["n1"]) == {
+        "n1": "Slurm says that it does not respond"
+    }
     cluster.states["n1"] = "mixed"
     cluster.mute = ["n2"]
     cluster.write()
-    found, lost = nodes.exclude_faulty(["n1", "n2"], {}, False)
+    found, lost = nodes.exclude_faulty_nodes(["n1", "n2"], {}, False)
     assert (list(found), lost) == (["n2"], True)
     assert "probe" in found["n2"]
     command = nodes.command()
@@ -227,7 +231,7 @@ def test_a_node_that_slurm_has_taken_from_the_job_is_not_used(cluster):
     nodes = cluster.of()
     cluster.nodes = "n[1,3]"
     cluster.write()
-    found, lost = nodes.exclude_faulty(["n1", "n2", "n3"], {}, True)
+    found, lost = nodes.exclude_faulty_nodes(["n1", "n2", "n3"], {}, True)
     assert (found, lost) == ({"n2": "Slurm has taken it out of the job"}, True)
 
 
@@ -235,18 +239,18 @@ def test_accusations_against_all_nodes_say_nothing_and_a_spare_is_tried_after_a_
     cluster,
 ):
     nodes, used = cluster.of(spares=1), ["n1", "n2"]
-    assert nodes.exclude_faulty(used, {"n1": "x", "n2": "x"}, False) == ({}, False)
-    found, lost = nodes.exclude_faulty(used, {}, False)
+    assert nodes.exclude_faulty_nodes(used, {"n1": "x", "n2": "x"}, False) == ({}, False)
+    found, lost = nodes.exclude_faulty_nodes(used, {}, False)
     assert (list(found), lost) == (["n2"], False)
     assert list(nodes.command().nodes) == ["n1", "n3"]
     # No spare is left.
-    assert nodes.exclude_faulty(["n1", "n3"], {}, False) == ({}, False)
+    assert nodes.exclude_faulty_nodes(["n1", "n3"], {}, False) == ({}, False)
 
 
 def test_an_accused_node_is_found_by_its_name_with_and_without_a_domain(cluster):
     accused = {"n2.site.org": "the report"}
-    found, lost = cluster.of(spares=1).exclude_faulty(
-        ["n1", "n2"], accused, False, certain=[*accused]
+    found, lost = cluster.of(spares=1).exclude_faulty_nodes(
+        ["n1", "n2"], accused, False, certain_suspects=[*accused]
     )
     assert (found, lost) == ({"n2": "the report"}, False)
 
@@ -254,13 +258,13 @@ def test_an_accused_node_is_found_by_its_name_with_and_without_a_domain(cluster)
 @pytest.mark.parametrize("progressed", [False, True])
 def test_a_node_that_answers_is_tried_once_more_before_it_is_left_out(cluster, caplog, progressed):
     nodes, used = cluster.of(spares=1), ["n1", "n2"]
-    assert nodes.exclude_faulty(used, {"n1": "killed"}, progressed) == ({}, False)
+    assert nodes.exclude_faulty_nodes(used, {"n1": "killed"}, progressed) == ({}, False)
     assert "node n1 is tried once more before it is left out: killed" in caplog.text
     assert list(nodes.command().nodes) == used
-    assert nodes.exclude_faulty(used, {"n2": "killed"}, progressed) == ({}, False), (
+    assert nodes.exclude_faulty_nodes(used, {"n2": "killed"}, progressed) == ({}, False), (
         "another's first"
     )
-    assert nodes.exclude_faulty(used, {"n1": "killed"}, progressed) == (
+    assert nodes.exclude_faulty_nodes(used, {"n1": "killed"}, progressed) == (
         {"n1": "killed"},
         True,
     )
@@ -274,7 +278,7 @@ def test_nodes_that_are_lost_or_whose_ranks_exit_without_a_word_are_not_tried_ag
         ("srun: error: n2: tasks 2-3: Exited with exit code 9", False, {"n2"}),
         ("srun: error: n2: tasks 2-3: Exited with exit code 9", True, set()),
     ):
-        lines = LauncherLines()
+        lines = LauncherOutputParser()
         for line in text.splitlines():
             lines.read(line)
         assert lines.find_certain_suspects(has_report) == names
@@ -283,7 +287,7 @@ def test_nodes_that_are_lost_or_whose_ranks_exit_without_a_word_are_not_tried_ag
 def test_probes_that_fail_everywhere_accuse_nobody(cluster):
     cluster.mute = ["n1", "n2", "n3"]
     cluster.write()
-    assert cluster.of().exclude_faulty(["n1", "n2", "n3"], {}, False) == ({}, False)
+    assert cluster.of().exclude_faulty_nodes(["n1", "n2", "n3"], {}, False) == ({}, False)
 
 
 def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
@@ -412,7 +416,7 @@ from hpc_tune import log, supervise
 from hpc_tune.cluster.nodes import JobNodes
 from hpc_tune.config.parallel import ParallelConfig
 log.configure_logging(0)
-supervise._SETTLE_S = 0.2
+supervise._OUTCOME_WAIT_S = 0.2
 launch, run_dir = ["srun", "python"], Path(sys.argv[1])
 nodes = JobNodes(launch, os.environ, parallel=ParallelConfig(replicate=3, shard=2))
 sys.exit(supervise.Supervisor(launch, [], run_dir, ["true"], False, nodes=nodes).run())

@@ -27,7 +27,7 @@ def row(job, joules, begin=BEGAN, end=BEGAN + 600):
         ([row(7, 0), row("7.extern", 18000)], JobEnergy("7", 18000.0)),
         (
             [row(7, 26000), row("7.batch", 9000), row("7.0", 17000)],
-            JobEnergy("7", 26000.0, of_steps=True),
+            JobEnergy("7", 26000.0, is_sum_of_steps=True),
         ),
         ([row(7, 0), row("7.batch", 0), row("7.extern", 0)], JobEnergy("7", why=NO_ENERGY)),
         ([row(7, ""), row("7.0", "")], JobEnergy("7", why=NO_ENERGY)),
@@ -80,7 +80,10 @@ def test_sacct_is_asked_once_for_all_jobs_with_times_in_seconds(sacct, tmp_path)
         f'[ "$SLURM_TIME_FORMAT" = %s ] && cat {tmp_path / "rows"}'
     )
     found = asked("7", "8_3", "7", "8; rm -rf /")
-    assert found == [JobEnergy("7", 5.0, of_steps=True), JobEnergy("8_3", 6.0, of_steps=True)]
+    assert found == [
+        JobEnergy("7", 5.0, is_sum_of_steps=True),
+        JobEnergy("8_3", 6.0, is_sum_of_steps=True),
+    ]
     assert asked("not a number") == []
 
 

@@ -101,7 +101,7 @@ def test_a_job_that_was_granted_gpus_does_not_compute_on_cpus(tmp_path, name):
     build, node, variables, cause = REFUSED[name]
     node(tmp_path)
     found = find_unused_gpus({**SLURM, **variables}, "n0", build, lambda: "no luck", tmp_path)
-    assert found.is_refused
+    assert found.is_error
     said = "torch finds no GPU on n0, though SLURM_JOB_GPUS=0,1, SLURM_GPUS_ON_NODE=2 says that"
     assert said in found.text
     assert cause in found.text
@@ -119,20 +119,20 @@ def test_gpus_that_no_scheduler_has_granted_are_told_of(tmp_path):
     assert find_unused_gpus({}, "n0", CPU, root=tmp_path) is None, "a laptop"
     nvidia(tmp_path)
     alone = find_unused_gpus({}, "n0", CPU, root=tmp_path)
-    assert not alone.is_refused
+    assert not alone.is_error
     assert alone.text.startswith("this run computes on CPUs, though n0 has 2 NVIDIA GPUs: torch 2.")
     assert find_unused_gpus({"CUDA_VISIBLE_DEVICES": ""}, "n0", CPU, root=tmp_path) is None, (
         "hidden"
     )
     job = find_unused_gpus({"SLURM_JOB_ID": "7"}, "n0", CUDA_13, root=tmp_path)
-    assert not job.is_refused
+    assert not job.is_error
     assert "has 2 NVIDIA GPUs: the job asked for none (--gpus-per-node=N)" in job.text
 
 
 def test_whole_nodes_with_gpus_of_intel_are_refused_though_no_variable_grants_them(tmp_path):
     intel(tmp_path)
     found = find_unused_gpus({"PBS_JOBID": "1.aurora"}, "x1", CPU, root=tmp_path)
-    assert found.is_refused
+    assert found.is_error
     assert "though it has 1 Intel GPU: hpc_tune does not support Intel's GPUs" in found.text
 
 

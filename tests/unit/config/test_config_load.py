@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hpc_tune.config.constraints import check_config, why_not_compiled
 from hpc_tune.config.load import (
     describe_fields,
-    field_names,
     load_config,
     setting_facts,
-    write_resolved,
+    setting_names,
+    write_resolved_config,
 )
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import EXIT_USER, ConfigError
+from hpc_tune.errors import EXIT_USER_ERROR, ConfigError
 
 # The names that DESIGN.md, section 6, promises to users.
 PROMISED = [
@@ -79,7 +79,7 @@ def write(tmp_path):
 def problem(path, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
-    assert caught.value.exit_code == EXIT_USER
+    assert caught.value.exit_code == EXIT_USER_ERROR
     return str(caught.value)
 
 
@@ -263,7 +263,7 @@ def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
 def test_each_name_of_another_tool_stands_for_one_setting():
     aliases = Counter(name for facts in setting_facts().values() for name in facts.aliases.split())
     assert max(aliases.values()) == 1
-    taken = {key.rpartition(".")[2] for key in field_names()}
+    taken = {key.rpartition(".")[2] for key in setting_names()}
     assert not aliases.keys() & (taken - {"dataset"}), "the same name here goes before it"
 
 
@@ -510,11 +510,11 @@ def test_a_whole_row_is_one_piece(write, others):
 
 
 @pytest.mark.parametrize(
-    "long_rows", [["parallel.row_pieces=2"], ["parallel.offload_activations=true"]]
+    "long_rows_note", [["parallel.row_pieces=2"], ["parallel.offload_activations=true"]]
 )
-def test_auto_does_not_compile_what_is_done_for_long_rows(write, long_rows):
-    config = load_config(write(SOME), ["parallel.recompute=full", *long_rows])
-    assert "train.compile=true with " + long_rows[0].partition("=")[0] in why_not_compiled(
+def test_auto_does_not_compile_what_is_done_for_long_rows(write, long_rows_note):
+    config = load_config(write(SOME), ["parallel.recompute=full", *long_rows_note])
+    assert "train.compile=true with " + long_rows_note[0].partition("=")[0] in why_not_compiled(
         config.parallel, config.tune, config.train, False
     )
 
@@ -578,7 +578,7 @@ def test_what_is_written_is_read_back_as_the_same_configuration(tmp_path):
             "run.name='1e3'",
         ],
     )
-    write_resolved(config, tmp_path / "config.resolved.yaml")
+    write_resolved_config(config, tmp_path / "config.resolved.yaml")
     assert load_config(str(tmp_path / "config.resolved.yaml")) == config
     assert [p.name for p in tmp_path.iterdir()] == ["config.resolved.yaml"]
 
@@ -593,24 +593,24 @@ def test_any_value_survives_being_written_and_read(tmp_path, text, lr, seed):
     config = RunConfig.model_validate(
         {"run": {"dir": text}, "optim": {"lr": lr}, "train": {"seed": seed}}
     )
-    write_resolved(config, tmp_path / "c.yaml")
+    write_resolved_config(config, tmp_path / "c.yaml")
     assert load_config(str(tmp_path / "c.yaml")) == config
 
 
 def test_what_is_written_has_every_field(tmp_path):
-    write_resolved(RunConfig(), tmp_path / "c.yaml")
+    write_resolved_config(RunConfig(), tmp_path / "c.yaml")
     tree = yaml.safe_load((tmp_path / "c.yaml").read_text())
     written = {f"{part}.{key}" for part, fields in tree.items() for key in fields}
-    assert written == set(field_names())
+    assert written == set(setting_names())
 
 
 def test_every_promised_field_exists():
-    assert not set(PROMISED) - set(field_names())
+    assert not set(PROMISED) - set(setting_names())
 
 
 def test_every_field_has_a_type_and_prose():
     described = {name: (kind, prose) for name, kind, _, prose in describe_fields()}
-    assert described.keys() == set(field_names())
+    assert described.keys() == set(setting_names())
     for name, (kind, prose) in described.items():
         assert prose.endswith("."), f"{name} has no sentence"
         assert len(prose) > 15, f"{name}: {prose}"
@@ -750,7 +750,7 @@ def test_paths_of_data_may_be_a_list_also_on_the_command_line(write, tmp_path, m
     assert config.data.path == ["/home/me/a.jsonl", "b"]
     config = load_config(file, ["data.path=[c,~/d]", "data.columns.x=text"])
     assert (config.data.path, config.data.columns) == (["c", "/home/me/d"], {"x": "text"})
-    write_resolved(config, tmp_path / "resolved.yaml")
+    write_resolved_config(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
 
 

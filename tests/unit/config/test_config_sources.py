@@ -4,7 +4,7 @@ import pytest
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
-from hpc_tune.errors import EXIT_USER, ConfigError
+from hpc_tune.errors import EXIT_USER_ERROR, ConfigError
 
 A, B = "{path: a.jsonl, weight: 0.5}", "{path: b.jsonl, weight: 0.5}"
 
@@ -72,7 +72,7 @@ def test_a_wrong_mixture_has_one_message(settings, said):
 
 
 def test_the_command_ends_with_2_and_the_message(capsys):
-    assert cli.main(["train", f"data.sources=[{A}, {A}]"]) == EXIT_USER == 2
+    assert cli.main(["train", f"data.sources=[{A}, {A}]"]) == EXIT_USER_ERROR == 2
     assert "2 sources are called a" in capsys.readouterr().err
 
 

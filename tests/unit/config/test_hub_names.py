@@ -8,8 +8,8 @@ from hpc_tune.commands import model_folder
 from hpc_tune.config.load import load_config
 from hpc_tune.data.files import find_files
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.hub_cache import cache_folder
-from hpc_tune.model.language import require_directory
+from hpc_tune.hub_cache import hub_cache_root
+from hpc_tune.model.language import require_model_directory
 from tests.support.hub import cache
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -95,7 +95,7 @@ def test_several_revisions_without_refs_main_have_to_be_named(hub):
 
 def test_what_is_not_in_the_cache_is_told_where_it_was_looked_for(hub):
     with pytest.raises(DataError, match=f"nor is a model of that name in the hub's cache, {hub}"):
-        require_directory(Path(load_config(None, ["model.path=Org/Other"]).model.path))
+        require_model_directory(Path(load_config(None, ["model.path=Org/Other"]).model.path))
     with pytest.raises(DataError, match=f"nor is a dataset of that name in the hub's cache, {hub}"):
         find_files("Org/Other")
 
@@ -117,4 +117,4 @@ def test_a_folder_with_the_cache_in_it_names_the_data_and_not_the_models(hub, tm
     ],
 )
 def test_the_cache_is_where_the_hubs_own_tools_have_it(environment, folder):
-    assert str(cache_folder(environment)) == folder
+    assert str(hub_cache_root(environment)) == folder

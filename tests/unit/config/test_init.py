@@ -80,7 +80,7 @@ def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
 def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
     given = DEFAULTS | {"machine": "2x8"}
     found = PlannedSizes(
-        "full", node_gib=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True
+        "full", host_gib_per_node=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True
     )
     write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda file, nodes, gpus: found)
     config = load_config([str(tmp_path / "mine.yaml")], [])

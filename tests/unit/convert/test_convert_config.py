@@ -14,7 +14,7 @@ from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import ForeignConfig, rule_table
 from hpc_tune.convert.torchtune import TORCHTUNE
-from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from hpc_tune.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError
 from tests.support.converting import (
     CONFIGS,
     FACTORY_LORA,
@@ -317,10 +317,10 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, na
 def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
     converted = tool.convert_config(config, 4)
-    groups = (converted.taken, converted.decided, converted.left)
-    for key, _ in tool.flatten_keys(config, tool.recognise_tool(config).lists):
+    groups = (converted.taken, converted.decided, converted.not_taken)
+    for key, _ in tool.flatten_keys(config, tool.recognize_tool(config).list_keys):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
-    assert line_of(converted.left, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
+    assert line_of(converted.not_taken, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
 
 
 @pytest.mark.parametrize(
@@ -373,15 +373,15 @@ def test_no_key_is_in_two_tables():
 )
 def test_what_is_different_in_8_bits_is_said(text, changes, key, words):
     converted = tool.convert_config(theirs(text, **changes), 1)
-    assert words in line_of([*converted.left, *converted.taken], key)
+    assert words in line_of([*converted.not_taken, *converted.taken], key)
 
 
 def test_fp16_is_named_and_the_dtype_left_to_the_device():
     converted = tool.convert_config(theirs(FACTORY_LORA, bf16=None, fp16=True), 1)
-    assert "bf16 or fp32" in line_of(converted.left, "fp16")
+    assert "bf16 or fp32" in line_of(converted.not_taken, "fp16")
     assert "model.dtype" not in settings(converted)
     converted = tool.convert_config(theirs(TUNE_LORA, dtype="fp16"), 1)
-    assert "bf16 or fp32" in line_of(converted.left, "dtype")
+    assert "bf16 or fp32" in line_of(converted.not_taken, "dtype")
 
 
 def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
@@ -389,7 +389,7 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
     converted = tool.convert_config(theirs(TUNE_LORA, **columns), 1)
     assert settings(converted)["data.columns"] == {"turns": "messages"}
     assert "data.columns = {'turns': 'messages'} already" in line_of(
-        converted.left, "dataset.column"
+        converted.not_taken, "dataset.column"
     )
 
 
@@ -432,7 +432,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, w
     source = tmp_path / "theirs.yaml"
     if content is not None:
         source.write_text(content)
-    assert cli.main(["convert", str(source)]) == EXIT_USER
+    assert cli.main(["convert", str(source)]) == EXIT_USER_ERROR
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
@@ -442,7 +442,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, w
 def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     source = tmp_path / "theirs.yaml"
     source.write_text(TUNE_LORA)
-    assert cli.main(["convert", str(source), "--out", str(source)]) == EXIT_USER
+    assert cli.main(["convert", str(source), "--out", str(source)]) == EXIT_USER_ERROR
     assert "exists" in capsys.readouterr().err
     assert source.read_text() == TUNE_LORA
 

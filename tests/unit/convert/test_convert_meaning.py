@@ -51,7 +51,7 @@ def test_that_alpacas_preamble_is_lost_is_said_and_starred(name):
         converted = command.convert_config(
             theirs(TUNE_LORA, dataset__data_files=files, **changes), 1
         )
-        line = line_of(converted.left, "dataset._component_")
+        line = line_of(converted.not_taken, "dataset._component_")
         assert "Below is an instruction" in line
         assert line in converted.to_do
 
@@ -61,8 +61,10 @@ def test_a_remark_is_said_once_with_all_its_keys():
     changes |= {"cache_dir": None, "tokenized_path": None, "other_key": None}
     converted = command.convert_config(theirs(FACTORY_LORA, **changes), 2)
     assert "logging_steps, plot_loss: metrics.jsonl" in line_of(converted.decided, "plot_loss")
-    assert line_of(converted.left, "use_galore").startswith("use_galore = true, galore_rank = 128:")
-    for group in (converted.taken, converted.decided, converted.left):
+    assert line_of(converted.not_taken, "use_galore").startswith(
+        "use_galore = true, galore_rank = 128:"
+    )
+    for group in (converted.taken, converted.decided, converted.not_taken):
         remarks = [line.remark for line in group]
         assert len(remarks) == len(set(remarks))
     titles = [line for line in command.report_lines(converted, ()) if line.endswith(")")]
@@ -94,7 +96,7 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
         changes = {"datasets": [{"path": str(data), "type": "completion", **changes}]}
     elif text == TUNE_LORA:
         changes = {"dataset__data_files": str(data), **changes}
-    line = line_of(command.convert_config(theirs(text, **changes), 1).left, key)
+    line = line_of(command.convert_config(theirs(text, **changes), 1).not_taken, key)
     shown = line[line.index("python -c") : line.index(" > part.jsonl")]
     shown = shown.replace(" FILE", f" {shlex.quote(str(data))}")
     shown = shown.replace("python", shlex.quote(sys.executable), 1)
@@ -106,7 +108,9 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
 @pytest.mark.parametrize(("split", "part"), [("train[:5%]", ":round(their number*5/100)")])
 def test_a_part_of_a_file_of_another_kind_is_named_without_a_command(split, part):
     changes = {"dataset__data_files": "/d/a.parquet", "dataset__split": split}
-    line = line_of(command.convert_config(theirs(TUNE_LORA, **changes), 1).left, "dataset.split")
+    line = line_of(
+        command.convert_config(theirs(TUNE_LORA, **changes), 1).not_taken, "dataset.split"
+    )
     assert f"write records {part} of /d/a.parquet" in line
     assert "python -c" not in line
 
@@ -186,7 +190,7 @@ def test_targets_that_the_model_does_not_have_are_named(tmp_path, text, key, mod
     fused = directory(tmp_path / "fused", ["qkv_proj", "o_proj"], is_indexed)
     changes = {key.replace(".", "__"): ["q_proj", "v_proj"]}
     converted = command.convert_config(theirs(text, **changes, **{model: fused}), 1)
-    line = line_of(converted.left, key)
+    line = line_of(converted.not_taken, key)
     assert "has no layers q_proj, v_proj" in line
     assert "some of lm_head, o_proj, qkv_proj" in line
     assert line in converted.to_do
@@ -198,7 +202,9 @@ def test_targets_that_the_model_does_not_have_are_named(tmp_path, text, key, mod
 def test_config_json_tells_the_layers_where_there_are_no_weights(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
     changes = {"model_name_or_path": str(tmp_path)}
-    line = line_of(command.convert_config(theirs(FACTORY_LORA, **changes), 1).left, "lora_target")
+    line = line_of(
+        command.convert_config(theirs(FACTORY_LORA, **changes), 1).not_taken, "lora_target"
+    )
     assert "gate_up_proj" in line
     (tmp_path / "config.json").write_text('{"model_type": "of my own"}')
     assert on_four_ranks(FACTORY_LORA, changes)["tune.targets"] == ["q_proj", "v_proj"]
@@ -234,7 +240,7 @@ def test_what_is_learned_from_text_alone_is_taken_over():
 def test_a_secret_in_a_config_is_not_printed():
     converted = command.convert_config(theirs(AXOLOTL_LORA, comet_api_key="s3cret"), 1)
     assert "s3cret" not in "\n".join(command.report_lines(converted, converted.to_do))
-    assert line_of(converted.left, "comet_api_key") is not None
+    assert line_of(converted.not_taken, "comet_api_key") is not None
 
 
 def test_data_held_out_twice_is_one_message():

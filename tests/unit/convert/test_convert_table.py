@@ -10,7 +10,7 @@ import yaml
 
 from hpc_tune import cli
 from hpc_tune.convert import convert as command
-from hpc_tune.errors import EXIT_USER
+from hpc_tune.errors import EXIT_USER_ERROR
 from tests.support.converting import CONFIGS, line_of, on_four_ranks, settings, theirs
 
 # What is said elsewhere, or by default, counts too; null: our setting stays as it is.
@@ -403,7 +403,7 @@ def test_what_is_taken_over(name, changes, expected):
 def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
     key, _, words = what.partition(":")
     converted = command.convert_config(theirs(CONFIGS[name], **changes), 4)
-    line = line_of(converted.left, key)
+    line = line_of(converted.not_taken, key)
     assert words.strip() in line
     assert line in converted.to_do
     assert f"* {line}" in command.report_lines(converted, converted.to_do)
@@ -427,7 +427,7 @@ def test_a_config_for_another_training_is_refused_in_one_message(
 ):
     source, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     source.write_text(yaml.safe_dump(theirs(CONFIGS[name], **changes)))
-    assert cli.main(["convert", str(source), "--out", str(out)]) == EXIT_USER
+    assert cli.main(["convert", str(source), "--out", str(out)]) == EXIT_USER_ERROR
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1

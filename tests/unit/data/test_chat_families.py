@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
 from tests.support.older_transformers import since
@@ -297,7 +297,7 @@ def test_an_answer_that_is_marked_not_to_be_learned_is_not(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_ends_an_answer_is_known_to_generate(name):
     family = FAMILIES[name]
-    end = find_answer_end(tokenizer_of(family))
+    end = find_answer_end_token(tokenizer_of(family))
     assert (end is None) == bool(family.unended)
     assert family.learned[0].endswith(end or "")
 

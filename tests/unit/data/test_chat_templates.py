@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from hpc_tune.checkpoint.export_metadata import write_template
+from hpc_tune.checkpoint.export_metadata import write_chat_template
 from hpc_tune.config.data import (
     NAMED_TEMPLATES,
     TEMPLATE_FOLDER,
@@ -269,7 +269,7 @@ def test_an_export_has_the_text_of_the_template(tmp_path):
     folder, out = saved(tmp_path, "qwen3"), tmp_path / "out"
     template = load_tokenizer(folder, "qwen3").chat_template
     load_tokenizer(folder).save_pretrained(out)
-    write_template(template, folder, out)
+    write_chat_template(template, folder, out)
     assert (out / "chat_template.jinja").read_text("utf-8") == template
     asked = AutoTokenizer.from_pretrained(out).apply_chat_template(
         CHATS["prompt"][0], add_generation_prompt=True, tokenize=False

@@ -295,7 +295,7 @@ def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_sa
     whole = Encoder(tokenizer, seq_len, "answers")
     expected = _documents(whole, examples)
     monkeypatch.setattr(encode, "BATCH_CHARS", 700)
-    monkeypatch.setattr(encode, "UNSURE_CHARS", 100)
+    monkeypatch.setattr(encode, "CUT_MARGIN_CHARS", 100)
     sizes = []
     head = Encoder._cut_long_chat
     monkeypatch.setattr(

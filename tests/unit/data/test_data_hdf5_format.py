@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_tune.data.hdf5_format import TokenStore, append_checksum, is_intact
+from hpc_tune.data.hdf5_format import TokenStore, append_checksum, is_structure_intact
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.data.writer import Block, verify_content, verify_content_once, write_store
 from hpc_tune.errors import DataError
@@ -129,7 +129,7 @@ def test_a_changed_bit_outside_the_datasets_is_noticed_before_hdf5_sees_it(tmp_p
         inside = {d.id.get_offset() + n for d in found for n in range(d.size * d.dtype.itemsize)}
     for place in range(0, len(data), 5):
         changed = io.BytesIO(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
-        assert is_intact(changed) == (place in inside), place
+        assert is_structure_intact(changed) == (place in inside), place
 
 
 def _edit(path, change):
@@ -279,7 +279,7 @@ def test_slow_tokenizer_is_refused_with_the_remedy():
 
 
 def test_by_length_is_stable_when_it_is_sorted_in_several_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_tune.data.writer.SCATTER_DOCUMENTS", 7)
+    monkeypatch.setattr("hpc_tune.data.writer.MAX_UNSORTED_DOCUMENTS", 7)
     lengths = np.random.default_rng(0).integers(1, 6, 100)
     blocks = [
         Block(part, np.zeros(part.sum()), np.zeros(part.sum())) for part in np.split(lengths, 20)

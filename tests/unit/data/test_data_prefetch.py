@@ -32,7 +32,7 @@ def test_steps_come_in_order_whatever_is_changed_while_they_are_built(seed):
                 ahead.restart(start)
             case "limit":
                 limit = choose.choice([0, 1, 2, 8]) * STEP_BYTES
-                ahead.set_limit(limit)
+                ahead.set_limit_bytes(limit)
                 assert ahead._queued_bytes <= limit
             case "sleep":
                 time.sleep(0.001)

@@ -16,7 +16,7 @@ from hpc_tune.data.prepare import (
     PreparePlan,
     PrepareSettings,
     PreparingRanks,
-    cache_name,
+    cache_file_name,
     join_parts,
     plan_preparation,
     prepare_data,
@@ -252,19 +252,21 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     of_rank_0 = plan_preparation(source, out, tokenizer, PrepareSettings(200))
 
-    def share(own):
+    def broadcast(own):
         return of_rank_0 if isinstance(own, PreparePlan) else own
 
     os.utime(source, (1, 1))
     assert plan_preparation(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
-    prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(share=share))
+    prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(broadcast=broadcast))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     data = Path(source).read_bytes()
     for other in (data[:-1] + b" ", data + b"\n"):
         Path(source).write_bytes(other)
         with pytest.raises(DataError, match="is not the same on all nodes: .*bytes on this one"):
-            prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(share=share))
+            prepare_data(
+                source, out, tokenizer, PrepareSettings(200), PreparingRanks(broadcast=broadcast)
+            )
 
 
 def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
@@ -326,19 +328,19 @@ def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
 
 def test_cache_name_changes_with_everything_that_changes_the_tokens(source):
     tokenizer = byte_tokenizer()
-    name = cache_name(source, fingerprint(tokenizer), PrepareSettings(64))
+    name = cache_file_name(source, fingerprint(tokenizer), PrepareSettings(64))
     assert name.startswith("raw-")
     assert name.endswith(".h5")
-    assert cache_name(source, fingerprint(tokenizer), PrepareSettings(64)) == name
+    assert cache_file_name(source, fingerprint(tokenizer), PrepareSettings(64)) == name
     names = {
         name,
-        cache_name(source, fingerprint(tokenizer), PrepareSettings(65)),
-        cache_name(source, fingerprint(tokenizer), PrepareSettings(64, "all")),
-        cache_name(source, fingerprint(byte_tokenizer(template=None)), PrepareSettings(64)),
-        cache_name("builtin:pydocs", fingerprint(tokenizer), PrepareSettings(64)),
+        cache_file_name(source, fingerprint(tokenizer), PrepareSettings(65)),
+        cache_file_name(source, fingerprint(tokenizer), PrepareSettings(64, "all")),
+        cache_file_name(source, fingerprint(byte_tokenizer(template=None)), PrepareSettings(64)),
+        cache_file_name("builtin:pydocs", fingerprint(tokenizer), PrepareSettings(64)),
     }
     Path(source).touch()
-    names.add(cache_name(source, fingerprint(tokenizer), PrepareSettings(64)))
+    names.add(cache_file_name(source, fingerprint(tokenizer), PrepareSettings(64)))
     assert len(names) == 6
     assert not any(":" in one or "/" in one for one in names)
 

@@ -213,8 +213,8 @@ def test_long_rows_of_tables_are_held_one_after_the_other(tmp_path, monkeypatch,
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-    held, check = [], raw_files._check_rows
-    monkeypatch.setattr(raw_files, "_check_rows", lambda b: held.append(b["text"]) or check(b))
+    held, check = [], raw_files._convert_rows
+    monkeypatch.setattr(raw_files, "_convert_rows", lambda b: held.append(b["text"]) or check(b))
     monkeypatch.setattr(raw_files, "BATCH_BYTES", 2 * long)
     assert [example.text for example in _read(path)] == texts
     most = max(sum(len(text.as_py()) for text in column) for column in held)

@@ -13,7 +13,7 @@ from hpc_tune import cli
 from hpc_tune.data import show as showing
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import ReadOptions
-from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, DocumentDecoder, show_documents
+from hpc_tune.data.show import COLOR_STYLE, PLAIN_STYLE, DocumentDecoder, show_documents
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl, zero_tokens
 
@@ -59,7 +59,7 @@ def test_the_counts_are_those_of_prepare(tmp_path):
 
 
 def test_of_many_rows_the_first_are_counted_and_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(showing, "COUNTED_ROWS", 4)
+    monkeypatch.setattr(showing, "MAX_COUNTED_ROWS", 4)
     file = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a")] * 9)
     assert lines_of(file, num_rows=2)[-1].startswith("the first 4 rows: 4 examples")
     assert lines_of(file, num_rows=6)[-1].startswith("the first 6 rows: 6 examples")
@@ -67,7 +67,7 @@ def test_of_many_rows_the_first_are_counted_and_that_is_said(tmp_path, monkeypat
 
 def test_a_terminal_gets_colours_that_end_with_each_line(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a\nb")])
-    shown = lines_of(file, look=COLOUR_STYLE)
+    shown = lines_of(file, look=COLOR_STYLE)
     assert "\x1b[32ma\x1b[39m" in shown
     assert "\x1b[32mb\x1b[1m<|im_end|>\x1b[22m\x1b[39m" in shown
     assert "q\x1b[1m<|im_end|>\x1b[22m" in shown

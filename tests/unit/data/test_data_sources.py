@@ -382,7 +382,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     table, file = pa.table({"text": [f"t{n}" for n in range(1000)]}), tmp_path / "d.arrow"
     with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=30)
-    marks = raw_files.cut_batches(file, 1000)
+    marks = raw_files.cut_arrow_batches(file, 1000)
     assert marks[0] == 0
     assert marks[-1] == 34
     assert len(marks) > 5

@@ -16,7 +16,7 @@ from hpc_tune.data.packed_rows import (
     PackedRows,
     count_learned_tokens,
     make_batch,
-    micro_batches,
+    make_micro_batches,
     select_documents,
 )
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
@@ -190,13 +190,13 @@ def test_weights_do_not_move_rows_between_training_and_held_out(tmp_path):
 def test_a_batch_has_the_weights_of_its_labels_row_by_row(tmp_path):
     store, _ = _prepare(tmp_path, ROWS)
     packed = PackedRows(store, SampleOrder(256, packing=True, seed=1))
-    (batch,) = micro_batches(packed, range(0, 4, 2), 2, 2)
+    (batch,) = make_micro_batches(packed, range(0, 4, 2), 2, 2)
     documents = [store.document(d) for row in batch.rows for d in packed.sampler.documents_of(row)]
     labels = batch.labels_BT[batch.labels_BT >= 0].tolist()
     assert labels == [int(t) for tokens, w in documents for t in tokens[1:][w[1:] > 0]]
     wanted = [float(x) for _, w in documents for x in w[1:][w[1:] > 0]]
     assert batch.weights_N.tolist() == wanted
-    assert batch.num_terms == pytest.approx(sum(wanted), rel=1e-12)
+    assert batch.num_loss_terms == pytest.approx(sum(wanted), rel=1e-12)
     assert batch.num_loss_tokens == len(wanted)
     assert batch.num_bytes == 3 * batch.tokens_BT.nbytes + 4 * len(wanted)
 
@@ -254,5 +254,5 @@ def test_beside_weighted_documents_the_tokens_of_others_count_one():
     batch = make_batch([[plain, weighted], [plain]], 16, 0)
     assert batch.weights_N.tolist() == [1, 1, 0.5, 2, 1, 1]
     assert batch.num_loss_tokens == 6
-    assert batch.num_terms == 6.5
+    assert batch.num_loss_terms == 6.5
     assert make_batch([[plain], [plain]], 16, 0).weights_N is None

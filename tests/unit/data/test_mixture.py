@@ -37,7 +37,7 @@ def test_two_sources_follow_the_largest_deficit(seed):
         behind = [share * (place + 1) - count for share, count in zip(shares, counts, strict=True)]
         first = min(range(2), key=lambda at: (rates[at], at))
         due = first if behind[first] >= Fraction(1, 2) else 1 - first
-        assert order.source_at(place) == (due, counts[due])
+        assert order.source_and_row_at(place) == (due, counts[due])
         counts[due] += 1
         assert order.counts(place + 1) == counts
 
@@ -49,7 +49,7 @@ def test_every_source_is_near_its_share_after_every_row(num, bound):
         rates = rates_of(random.Random(seed), num)
         order, counts = Interleaving(rates), [0] * num
         for place in range(400):
-            source, before = order.source_at(place)
+            source, before = order.source_and_row_at(place)
             assert counts[source] == before, "its rows come one after the other"
             counts[source] += 1
             due = [float(rate * (place + 1) / sum(rates)) for rate in rates]
@@ -67,7 +67,7 @@ def test_a_place_far_away_is_found_at_once():
     order = Interleaving([Fraction(n * n + 1, 7 * n + 3) for n in range(40)])
     far = 10**15  # counted row by row, it would take weeks
     for place in range(far, far + 100):
-        source, before = order.source_at(place)
+        source, before = order.source_and_row_at(place)
         assert order.counts(place)[source] == before
 
 
@@ -75,7 +75,7 @@ def test_weights_are_shares_of_learned_tokens_not_of_rows():
     # Rows of chat hold 10 learned tokens, rows of code 200.
     parts = {"chat": part(500, 5_000, weight=0.5), "code": part(100, 20_000, weight=0.5)}
     phase = MixturePhase(parts)
-    rows = phase.rows_at(2_100)
+    rows = phase.count_rows_before(2_100)
     assert rows == {"chat": 2_000, "code": 100}
     assert rows["chat"] * 10 == rows["code"] * 200
 
@@ -84,13 +84,13 @@ def test_an_epoch_of_weights_has_as_many_learned_tokens_as_all_sources():
     parts = {"a": part(40, 1_000, weight=0.2), "b": part(10, 3_000, weight=0.8)}
     phase = MixturePhase(parts)
     assert phase.num_rows == math.ceil(0.2 * 4_000 / 25 + 0.8 * 4_000 / 300)
-    at = phase.rows_at(phase.num_rows)
+    at = phase.count_rows_before(phase.num_rows)
     assert abs(at["a"] * 25 - 800) <= 25
     assert abs(at["b"] * 300 - 3_200) <= 300
     # In proportion to their tokens: one pass over each, as of one file with both.
     parts = {"a": part(40, 1_000, weight=0.25), "b": part(10, 3_000, weight=0.75)}
     assert MixturePhase(parts).num_rows == 50
-    assert MixturePhase(parts).rows_at(50) == {"a": 40, "b": 10}
+    assert MixturePhase(parts).count_rows_before(50) == {"a": 40, "b": 10}
 
 
 def test_epochs_are_exact_whatever_the_sizes():
@@ -103,13 +103,13 @@ def test_epochs_are_exact_whatever_the_sizes():
         phase = MixturePhase(parts)
         whole = {name: p.num_rows * p.epochs for name, p in parts.items()}
         assert phase.num_rows == sum(whole.values())
-        assert phase.rows_at(phase.num_rows) == whole
+        assert phase.count_rows_before(phase.num_rows) == whole
 
 
 def test_weights_like_a_third_are_taken_as_they_are_meant():
     parts = {name: part(10, 100, weight=0.333333) for name in "abc"}
     assert MixturePhase(parts).num_rows == 30
-    assert MixturePhase(parts).rows_at(30) == dict.fromkeys("abc", 10)
+    assert MixturePhase(parts).count_rows_before(30) == dict.fromkeys("abc", 10)
 
 
 def test_a_new_phase_goes_on_where_each_source_was():
@@ -143,7 +143,7 @@ def test_the_order_of_phases_from_a_file_is_that_of_names():
 
 def test_each_place_is_used_once():
     order = Interleaving([Fraction(3), Fraction(5), Fraction(11)])
-    seen = [order.source_at(place) for place in range(19 * 4)]
+    seen = [order.source_and_row_at(place) for place in range(19 * 4)]
     assert sorted(seen) == [
         *itertools.chain.from_iterable(
             [(s, k) for k in range(4 * n)] for s, n in enumerate((3, 5, 11))

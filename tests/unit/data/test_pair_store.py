@@ -16,11 +16,11 @@ from hpc_tune.data.hdf5_format import TokenStore, append_checksum
 from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder
 from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_tokens, select_documents
-from hpc_tune.data.preferences import to_labelled, to_pair
+from hpc_tune.data.preferences import to_labeled_answers, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
     PreparingRanks,
-    cache_name,
+    cache_file_name,
     join_parts,
     plan_preparation,
     prepare_data,
@@ -30,7 +30,7 @@ from hpc_tune.data.reading import ReadOptions
 from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_documents, show_prepared
 from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import prepare_settings
+from hpc_tune.train.data import preparation_settings
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 from tests.unit.data.test_chat_families import FAMILIES, tokenizer_of
 
@@ -164,7 +164,7 @@ def test_sides_that_are_no_pair_to_the_model_are_dropped_and_counted():
 
 
 def labelled(number, answer=None):
-    return to_labelled(
+    return to_labeled_answers(
         {"prompt": f"q{number} ", "completion": answer or f"a{number}", "label": number != 1}
     )
 
@@ -187,7 +187,7 @@ def test_an_answer_to_the_same_prompt_is_no_mismatched_one(as_chat):
                 {"role": "assistant", "content": answer},
             )
             fields = {"messages": [*turns]}
-        return to_labelled({**fields, "label": True})
+        return to_labeled_answers({**fields, "label": True})
 
     rows = [row(*qa) for qa in (("p", "1"), ("p", "2"), ("q", "3"), ("r", "4"), ("r", "5"))]
     documents, counters = sides_of(byte_tokenizer(), rows)
@@ -247,13 +247,13 @@ def test_a_mismatched_answer_of_several_messages_is_the_whole_of_it():
         return [asked, *({"role": r, "content": s} for r, s in zip(roles, said, strict=False))]
 
     rows = [
-        to_labelled(
+        to_labeled_answers(
             {
                 "chosen": turns("q0", "FIRST OWN", "go on", "OWN"),
                 "rejected": turns("q0", "FIRST BAD", "go on", "BAD"),
             }
         ),
-        to_labelled({"chosen": turns("q1", "OTHER"), "rejected": turns("q1", "WORSE")}),
+        to_labeled_answers({"chosen": turns("q1", "OTHER"), "rejected": turns("q1", "WORSE")}),
     ]
     documents, _ = sides_of(byte_tokenizer(), rows)
     end = "<|im_end|>"
@@ -270,7 +270,7 @@ def test_rows_of_one_prompt_are_no_mismatch_where_answers_are_several_messages()
         asked = [{"role": "user", "content": "q"}]
         last = [{"role": "assistant", "content": last}]
         fields = {"chosen": asked + call + last, "rejected": [*asked, *last]}
-        return to_labelled(fields)
+        return to_labeled_answers(fields)
 
     documents, counters = sides_of(byte_tokenizer(), [row("a", "b"), row("c", "d")])
     assert [len(sides) for sides in documents] == [1, 1, 1, 1]
@@ -290,7 +290,8 @@ def test_a_row_alone_has_no_second_side_nor_has_one_whose_neighbour_is_too_long(
 
 def test_the_two_answers_of_a_pair_take_those_of_the_next_pair():
     rows = [
-        to_labelled({"prompt": f"q{n} ", "chosen": f"c{n}", "rejected": f"r{n}"}) for n in (0, 1)
+        to_labeled_answers({"prompt": f"q{n} ", "chosen": f"c{n}", "rejected": f"r{n}"})
+        for n in (0, 1)
     ]
     documents, counters = sides_of(byte_tokenizer(None), rows)
     texts = [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents]
@@ -371,8 +372,8 @@ def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
     rows = [{**row, "completion": "word " * (n % 9 + 1)} for n, row in enumerate(LABELLED)]
     store = prepared(tmp_path, rows, "labels")
     longer = [max(len(tokens) for tokens, _ in store.sides(n)) for n in range(60)]
-    assert store.sizes(0, 60).tolist() == longer
-    assert store.sizes(7, 9).tolist() == longer[7:9]
+    assert store.packed_lengths(0, 60).tolist() == longer
+    assert store.packed_lengths(7, 9).tolist() == longer[7:9]
     assert store.length_values.tolist() == sorted({*longer})
     for limit in (None, 20):
         packed = PackedRows(store, ORDER, limit)
@@ -425,14 +426,16 @@ def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path
     with h5py.File("whole.h5") as file:
         assert " ".join(json.loads(file.attrs["counters"])) == PLAIN_COUNTERS
     monkeypatch.setattr("hpc_tune.data.prepare.source_identity", lambda paths: "identity")
-    assert cache_name("raw.jsonl", "mark", PrepareSettings(128)) == f"raw-{PLAIN_KEY}.h5"
+    assert cache_file_name("raw.jsonl", "mark", PrepareSettings(128)) == f"raw-{PLAIN_KEY}.h5"
 
 
 def test_each_form_has_a_name_of_its_own_in_the_cache(tmp_path):
     source = str(write_jsonl(tmp_path / "raw.jsonl", PAIRS))
-    names = {cache_name(source, "mark", settings(form)) for form in ("answers", "pairs", "labels")}
+    names = {
+        cache_file_name(source, "mark", settings(form)) for form in ("answers", "pairs", "labels")
+    }
     assert len(names) == 3
-    assert prepare_settings(DataConfig(), form="pairs").reading.form == "pairs"
+    assert preparation_settings(DataConfig(), form="pairs").reading.form == "pairs"
 
 
 ORDER = SampleOrder(256, packing=True, seed=0)
@@ -450,7 +453,7 @@ def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
     store = prepared(tmp_path, PAIRS, "pairs")
     loader = loaded(store)
     reference = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
-    loader.stream.set_reference(reference)
+    loader.stream.set_reference_log_probs(reference)
     seen = []
     while batches := loader.next_step():
         for batch in batches:
@@ -459,13 +462,15 @@ def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
             seen += numbers
             assert batch.form == "pairs"
             assert batch.mismatched is None
-            assert batch.num_terms == len(numbers)
-            assert batch.real_lengths == [len(tokens) for tokens, _ in sides]
+            assert batch.num_loss_terms == len(numbers)
+            assert batch.unpadded_document_lengths == [len(tokens) for tokens, _ in sides]
             expected = [[int(mask.sum()) for _, mask in store.sides(n)] for n in numbers]
-            assert batch.pairs.counts_P2.tolist() == expected
+            assert batch.pairs.num_loss_tokens_P2.tolist() == expected
             assert batch.num_loss_tokens == np.sum(expected)
-            assert batch.pairs.reference_P2.numpy().tolist() == reference[numbers].tolist()
-            assert batch.pairs.reference_P2.dtype == torch.float32
+            assert (
+                batch.pairs.reference_log_probs_P2.numpy().tolist() == reference[numbers].tolist()
+            )
+            assert batch.pairs.reference_log_probs_P2.dtype == torch.float32
             assert batch.pairs.desirable_P.tolist() == []
             starts = batch.positions_BT == 0
             laid = [
@@ -488,7 +493,7 @@ def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
         store = prepared(tmp_path, rows, "pairs", name=name)
         sources[name] = PackedRows(store, ORDER)
         numbers = np.arange(2 * len(rows), dtype=np.float32).reshape(-1, 2)
-        sources[name].set_reference(1000 * at + numbers)
+        sources[name].set_reference_log_probs(1000 * at + numbers)
         parts[name] = MixtureSource("", None, sources[name].num_rows, 100, epochs=1)
     mixed = MixedRows(sources, [MixturePhase(parts)])
     loader, seen = Loader(mixed, ORDER, global_size=3, micro_size=2), []
@@ -502,7 +507,7 @@ def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
                 for (source, row), rows in zip(places, packed, strict=True)
                 for document in rows.sampler.documents_of(row)
             ]
-            assert batch.pairs.reference_P2[:, 0].tolist() == numbers
+            assert batch.pairs.reference_log_probs_P2[:, 0].tolist() == numbers
             seen += numbers
     assert len(seen) == len(set(seen)) == 60
     loader.close()
@@ -512,32 +517,32 @@ def test_labelled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_ro
     store = prepared(tmp_path, LABELLED[:59], "labels")
     loader = loaded(store)
     reference = np.arange(118, dtype=np.float32).reshape(59, 2)
-    loader.stream.set_reference(reference)
+    loader.stream.set_reference_log_probs(reference)
     for batch in loader.next_step():
         numbers, others = rows_of(store).documents_in(batch), batch.mismatched
         assert batch.form == "labels"
         assert others.rows == batch.rows
-        assert not batch.pairs.counts_P2[:, 1].any()
-        assert not others.pairs.counts_P2[:, 0].any()
-        assert torch.equal(others.pairs.reference_P2, batch.pairs.reference_P2)
-        assert batch.real_lengths == [len(store.sides(n)[0][0]) for n in numbers]
-        assert others.real_lengths == [len(store.sides(n)[1][0]) for n in numbers]
+        assert not batch.pairs.num_loss_tokens_P2[:, 1].any()
+        assert not others.pairs.num_loss_tokens_P2[:, 0].any()
+        assert torch.equal(others.pairs.reference_log_probs_P2, batch.pairs.reference_log_probs_P2)
+        assert batch.unpadded_document_lengths == [len(store.sides(n)[0][0]) for n in numbers]
+        assert others.unpadded_document_lengths == [len(store.sides(n)[1][0]) for n in numbers]
         counts = [[int(mask.sum()) for _, mask in store.sides(n)] for n in numbers]
-        assert (batch.pairs.counts_P2 + others.pairs.counts_P2).tolist() == counts
+        assert (batch.pairs.num_loss_tokens_P2 + others.pairs.num_loss_tokens_P2).tolist() == counts
         assert batch.num_loss_tokens == sum(own for own, _ in counts)
         assert others.num_loss_tokens == sum(other for _, other in counts)
         assert batch.pairs.desirable_P.tolist() == [n % 3 == 0 for n in numbers]
-        assert batch.pairs.reference_P2.numpy().tolist() == reference[numbers].tolist()
+        assert batch.pairs.reference_log_probs_P2.numpy().tolist() == reference[numbers].tolist()
     loader.close()
 
 
 def test_a_missing_side_has_a_count_of_zero(tmp_path):
     store = prepared(tmp_path, LABELLED[:1], "labels")
     (batch,) = loaded(store).next_step()[:1]
-    assert batch.pairs.counts_P2[0].tolist() == [len("answer 0") + 1, 0]
+    assert batch.pairs.num_loss_tokens_P2[0].tolist() == [len("answer 0") + 1, 0]
     assert batch.mismatched.tokens_BT.shape == (1, 8)
     assert batch.mismatched.num_loss_tokens == 0
-    assert batch.mismatched.real_lengths == []
+    assert batch.mismatched.unpadded_document_lengths == []
 
 
 @pytest.mark.parametrize(("rows", "form"), [(PAIRS, "pairs"), (LABELLED, "labels")])
@@ -547,13 +552,13 @@ def test_held_out_rows_name_each_document_once_over_all_ranks(tmp_path, rows, fo
     seen, nums = [], []
     for rank in range(size):
         held_out = HeldOutRows(store, order, rank=rank, size=size)
-        held_out.set_reference(np.ones((60, 2), np.float32))
+        held_out.set_reference_log_probs(np.ones((60, 2), np.float32))
         batches = list(held_out.batches(micro_size=2))
         nums.append(len(batches))
         for batch in batches:
             numbers = held_out.documents_in(batch)
-            assert len(batch.pairs.counts_P2) == len(numbers)
-            assert (batch.pairs.reference_P2 == 1).all()
+            assert len(batch.pairs.num_loss_tokens_P2) == len(numbers)
+            assert (batch.pairs.reference_log_probs_P2 == 1).all()
             seen += numbers
     assert sorted(seen) == list(range(60))
     assert len(set(nums)) == 1
@@ -563,10 +568,10 @@ def test_empty_batches_have_empty_pairs():
     for form in ("answers", "pairs", "labels"):
         batch = empty_batch(3, form)
         assert batch.form == form
-        assert batch.num_terms == 0
+        assert batch.num_loss_terms == 0
         if form != "answers":
             assert [tensor.shape for tensor in batch.pairs.tensors] == [(0, 2), (0, 2), (0,)]
-    assert empty_batch(3, "labels").mismatched.pairs.counts_P2.shape == (0, 2)
+    assert empty_batch(3, "labels").mismatched.pairs.num_loss_tokens_P2.shape == (0, 2)
 
 
 def test_preferences_longer_than_a_row_are_refused(tmp_path):

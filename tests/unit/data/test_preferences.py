@@ -8,10 +8,10 @@ from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.preferences import (
-    LabelledAnswers,
+    LabeledAnswers,
     PreferencePair,
     swap_answer,
-    to_labelled,
+    to_labeled_answers,
     to_pair,
 )
 from hpc_tune.data.reading import ReadOptions, read_example
@@ -142,8 +142,8 @@ def test_each_form_gives_the_same_pair(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_form_is_two_labelled_answers_as_well(name):
     pair = to_pair(PAIRS[name])
-    labelled = to_labelled(PAIRS[name])
-    assert labelled == LabelledAnswers((pair.chosen, pair.rejected), (True, False))
+    labelled = to_labeled_answers(PAIRS[name])
+    assert labelled == LabeledAnswers((pair.chosen, pair.rejected), (True, False))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_an_answer_may_be_a_call_of_a_tool():
 def test_a_row_that_is_marked_is_not_learned():
     unlearned = [{"role": "assistant", "content": "a", "weight": 0}]
     with pytest.raises(NotLearned):
-        to_labelled(
+        to_labeled_answers(
             {"prompt": [{"role": "user", "content": "q"}], "completion": unlearned, "label": 1}
         )
     with pytest.raises(NotLearned):
@@ -279,14 +279,14 @@ LABELLED = {
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_each_form_gives_the_same_labelled_answer(name):
-    labelled = to_labelled(LABELLED[name])
+    labelled = to_labeled_answers(LABELLED[name])
     assert labelled.labels == (True,)
     assert [messages_of(answer) for answer in labelled.answers] == [[*ASKED, says("4")]]
 
 
 def test_only_the_last_answer_of_a_labelled_chat_is_learned():
     row = {"messages": [*ASKED, says("4"), user("sure?"), says("yes")], "label": False}
-    assert to_labelled(row) == LabelledAnswers(
+    assert to_labeled_answers(row) == LabeledAnswers(
         (Chat(row["messages"], None, frozenset({1})),), (False,)
     )
 
@@ -300,11 +300,11 @@ def test_a_labelled_answer_is_what_its_tool_takes_for_it():
         ({"prompt": whole[:3], "completion": answer, "label": True}, {1}),
         ({"messages": whole, "kto_tag": True}, {1, 3}),
     ):
-        assert to_labelled(row).answers == (Chat(whole, None, frozenset(unlearned)),)
+        assert to_labeled_answers(row).answers == (Chat(whole, None, frozenset(unlearned)),)
 
 
 def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
-    text, chat = (to_labelled(LABELLED[name]).answers[0] for name in ("trl", "ms-swift"))
+    text, chat = (to_labeled_answers(LABELLED[name]).answers[0] for name in ("trl", "ms-swift"))
     other = Completion("q", "other", "q")
     assert swap_answer(text, other) == Completion("2 + 2?", "other", "2 + 2?")
     for example, answers in ((chat, other), (text, Chat([user("q"), says("other")]))):
@@ -412,7 +412,7 @@ def test_a_wrong_pair_is_refused_with_what_is_expected(row, message):
 @pytest.mark.parametrize(("row", "message"), WRONG_LABELS)
 def test_a_wrong_labelled_answer_is_refused_with_what_is_expected(row, message):
     with pytest.raises(WrongRecord, match=message):
-        to_labelled(row)
+        to_labeled_answers(row)
 
 
 @pytest.mark.parametrize(
@@ -430,10 +430,8 @@ def test_columns_name_what_is_chosen_and_what_is_rejected(columns, row):
 
 
 def test_question_and_answer_are_known_beside_a_label():
-    row, reading = (
-        {"question": "q", "answer": "a", "label": False, "id": 3},
-        ReadOptions(form="labels"),
-    )
+    row = {"question": "q", "answer": "a", "label": False, "id": 3}
+    reading = ReadOptions(form="labels")
     findings = ReadFindings()
     assert read_example(row, reading, findings).answers == (Completion("q", "a", "q"),)
     assert findings.unread == ["id"]

@@ -18,8 +18,8 @@ from hpc_tune.engine.adamw_8bit import (
     fill_moment,
     make_optimizer,
     moment_regions,
+    require_single_slices,
     require_torchao,
-    require_whole_slices,
 )
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import LocalRegion, Slice
@@ -112,12 +112,12 @@ def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
     first = QuantizedMoment.zeros(4096 * 256, signed, CPU)
     again = QuantizedMoment.zeros(4096 * 256, signed, CPU)
     assert not first.values().any()
-    first.store(moments((4096, 256), signed))
-    again.store(first.values())
+    first.quantize(moments((4096, 256), signed))
+    again.quantize(first.values())
     changed = (again.values() != first.values()).any(-1).float().mean()
     print(f"signed={signed}: plain quantisation would change {changed:.1%} of the blocks")
     assert (changed > 0.3) == signed
-    again.restore(first.values())
+    again.quantize_exactly(first.values())
     assert torch.equal(again.values(), first.values())
     assert torch.equal(again.codes, first.codes)
 
@@ -125,7 +125,7 @@ def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
 @pytest.mark.parametrize("signed", [True, False])
 def test_other_values_are_restored_as_torchao_quantises_them(signed):
     values, restored = moments((512, 256), signed), QuantizedMoment.zeros(512 * 256, signed, CPU)
-    restored.restore(values)
+    restored.quantize_exactly(values)
     scaled, scales = quant_utils.scale_tensor(values, 256)
     assert torch.equal(restored.scales, scales)
     assert torch.equal(
@@ -147,7 +147,7 @@ def test_a_checkpoint_in_fp32_gives_each_cut_what_the_whole_held(
 ):
     monkeypatch.setattr(adamw_8bit, "PIECE_BYTES", piece_bytes)
     whole = QuantizedMoment.zeros(math.prod(shape), True, CPU)
-    whole.store(moments((math.prod(shape) // 256, 256), True))
+    whole.quantize(moments((math.prod(shape) // 256, 256), True))
     regions = [*moment_regions("exp_avg.w", whole, held(shape, range(shape[0])))]
     assert (len(regions) > 1) == (piece_bytes == 40_000)
     write_regions(tmp_path / "rank-00000.safetensors", regions)
@@ -194,6 +194,6 @@ def test_a_tensor_of_which_a_rank_has_several_slices_is_refused():
         cut = {"weight": Slice(0, 0, (32, 512), parts)}
         stage = SimpleNamespace(module=module, slices=cut, saved_names={"weight": "experts.up"})
         if parts == 1:
-            require_whole_slices(stage)
+            require_single_slices(stage)
     with pytest.raises(ConfigError, match="experts.up is cut into 2 slices"):
-        require_whole_slices(stage)
+        require_single_slices(stage)

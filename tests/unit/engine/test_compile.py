@@ -3,7 +3,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from hpc_tune.engine import compile as engine_compile
-from hpc_tune.engine.compile import num_workers, prepare_compiler
+from hpc_tune.engine.compile import num_compile_workers, prepare_compiler
 from hpc_tune.errors import ConfigError
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ GIB = 1 << 30
     ],
 )
 def test_compile_workers_are_capped_by_cores_and_memory(threads, host_bytes, workers):
-    assert num_workers(threads, host_bytes) == workers
+    assert num_compile_workers(threads, host_bytes) == workers
 
 
 def test_a_missing_compiler_is_one_clear_error(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def exchange(group):
 
 def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(exchange):
     layers, ids = (exchange(), exchange()), {}
-    batches = [MicroBatch(kept={}) for _ in range(3)]
+    batches = [MicroBatch(recompute_cache={}) for _ in range(3)]
     for n, batch in enumerate(batches):
         for m, layer in enumerate(layers):
             ids[n, m] = torch.arange(1 + n + m) % NUM_EXPERTS
@@ -57,7 +57,7 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
 
 def test_a_router_that_chooses_anew_when_recomputed_ends_the_run(exchange):
     layer = exchange()
-    with batch_context.using(MicroBatch(kept={})):
+    with batch_context.using(MicroBatch(recompute_cache={})):
         layer.exchange_counts(torch.tensor([0, 1, 1]))
         with pytest.raises(RuntimeError, match="a recomputed router chose other experts"):
             layer.exchange_counts(torch.tensor([0, 0, 1]))

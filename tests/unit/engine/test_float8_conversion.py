@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.float8 import check_float8, use_float8
-from hpc_tune.model.layers import find_blocks, find_unquantised_layers
+from hpc_tune.model.float8 import check_float8, convert_to_torchao_float8
+from hpc_tune.model.layers import find_blocks, find_unquantized_layers
 
 
 def block_with_adapters():
@@ -41,7 +41,7 @@ def test_base_layers_inside_of_adapters_are_converted_and_nothing_else():
     model = block_with_adapters()
     names = list(dict(model.named_parameters()))
     exact = model(x := torch.randn(8, 32)).detach()
-    assert use_float8([model], emulate=True) == 1
+    assert convert_to_torchao_float8([model], emulate=True) == 1
     converted = [n for n, m in model.named_modules() if isinstance(m, Float8Linear)]
     # 24 is no multiple of 16, which the hardware asks for; adapters stay what they are.
     assert [name.removeprefix("base_model.model.") for name in converted] == ["0.base_layer"]
@@ -86,7 +86,12 @@ def test_routers_choose_by_scores_of_all_their_digits(family):
         model = AutoModelForCausalLM.from_config(config)
     blocks = find_blocks(model)
     routers = [n for n, m in model.named_modules() if n.endswith(ROUTERS[family])]
-    assert use_float8(list(blocks), find_unquantised_layers(model, blocks), emulate=True) > 2
+    assert (
+        convert_to_torchao_float8(
+            list(blocks), find_unquantized_layers(model, blocks), emulate=True
+        )
+        > 2
+    )
     converted = [n for n, m in model.named_modules() if isinstance(m, Float8Linear)]
     assert routers
     assert not [name for name in converted if name in routers]

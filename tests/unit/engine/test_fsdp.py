@@ -8,9 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import OffloadedState, make_adamw
+from hpc_tune.engine.adamw import OffloadedAdamW, make_adamw
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpReduceScatter
-from hpc_tune.engine.fsdp import _placement, release_gathered
+from hpc_tune.engine.fsdp import _placement, release_gathered_weights
 from hpc_tune.engine.mesh import _SingletonMesh
 from hpc_tune.model.load import _gather_weight
 from hpc_tune.step.size import MOMENT_NAMES
@@ -34,7 +34,7 @@ def test_after_a_pass_without_gradients_nothing_stays_gathered(alone):
     with torch.no_grad():
         before = module(torch.ones(2, 4))
         assert all(gathered())
-        release_gathered(module)
+        release_gathered_weights(module)
         assert not any(gathered())
         assert torch.equal(module(torch.ones(2, 4)), before)
 
@@ -47,7 +47,7 @@ def test_moments_that_are_moved_are_plain_tensors_and_shards_again_later(alone):
         module = fully_shard(nn.Linear(4, 4))
         weights = list(module.parameters())
         adamw = make_adamw(list(module.named_parameters()), OptimConfig(lr=0.01, weight_decay=0.1))
-        moved = OffloadedState(adamw) if moves else None
+        moved = OffloadedAdamW(adamw) if moves else None
         for _ in range(2):
             module(torch.ones(2, 4)).square().sum().backward()
             (moved or adamw).step()

@@ -12,7 +12,7 @@ from hpc_tune.engine.counted_collectives import (
     FsdpReduceScatter,
     ReduceScatterWaits,
     time_fsdp_waits,
-    time_group,
+    time_group_waits,
 )
 
 
@@ -61,7 +61,7 @@ class Unit:
         self._all_gather_comm = FsdpAllGather(collectives)
         self._reduce_scatter_comm = FsdpReduceScatter(collectives)
         self.comm_ctx = context or SimpleNamespace(reduce_scatter_states=[])
-        time_group(self, collectives, sums or ReduceScatterWaits(collectives))
+        time_group_waits(self, collectives, sums or ReduceScatterWaits(collectives))
 
     def gather(self):
         self._gpu.current = "gather"

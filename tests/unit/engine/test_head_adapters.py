@@ -17,12 +17,12 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.slices import find_roles
+from hpc_tune.step.slices import find_tensor_roles
 from hpc_tune.train.startup.architecture_check import (
     ThreadAxis,
     _make_batch,
     _random_documents,
-    find_unlike_gradient,
+    find_differing_gradient,
     merge_gradients,
 )
 
@@ -89,7 +89,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in gradients)
     joined = merge_gradients(models)
-    assert not find_unlike_gradient(models)
+    assert not find_differing_gradient(models)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(joined[name], gradient, rtol=1e-3, atol=1e-5), name
@@ -97,7 +97,9 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
 
 def test_a_plan_counts_the_heads_adapters_as_they_are_sliced(base):
     module = built_for(base, ["lm_head"]).module
-    roles = {n: find_roles(module).get(p) for n, p in module.named_parameters() if "lm_head" in n}
+    roles = {
+        n: find_tensor_roles(module).get(p) for n, p in module.named_parameters() if "lm_head" in n
+    }
     assert {name.rpartition("lm_head.")[2]: role for name, role in roles.items()} == {
         "base_layer.weight": "slice",
         "lora_A.default.weight": "partial",

@@ -31,7 +31,7 @@ def make(is_on=True, row_tokens=0, reserved=None, **others):
             device=torch.device("cpu"),
             parallel=ParallelConfig(offload_activations=is_on),
             train=TrainConfig(**others),
-            faults=Faults(moves_on_host=True),
+            faults=Faults(offloads_without_gpu=True),
             reserve=reserved.append,
             row_tokens=row_tokens,
         )
@@ -41,7 +41,7 @@ def make(is_on=True, row_tokens=0, reserved=None, **others):
 def blocks_with(inputs):
     torch.manual_seed(0)
     blocks = [Block() for _ in range(NUM_BLOCKS)]
-    checkpoint_blocks(blocks, "full", inputs.saving)
+    checkpoint_blocks(blocks, "full", inputs.saving_context)
     return blocks
 
 
@@ -124,16 +124,16 @@ def test_a_pass_brings_back_no_input_of_another():
     blocks = [[*blocks_with(inputs)] for _ in range(2)]
     stages = [nn.Sequential(*stage) for stage in blocks]
     for stage in stages:
-        inputs.follow(stage)
+        inputs.reset_at_each_pass(stage)
     torch.manual_seed(1)
     losses = [stage(torch.randn(SHAPE, requires_grad=True)).sum() for stage in stages]
-    plain = inputs._begin_to_bring
+    plain = inputs._begin_copy_back
 
     def noting(moved):
         returning.append(moved)
         plain(moved)
 
-    inputs._begin_to_bring = noting
+    inputs._begin_copy_back = noting
     losses[1].backward(retain_graph=True)
     assert len(set(returning)) == NUM_BLOCKS
     losses[0].backward()
@@ -145,7 +145,7 @@ def test_what_broke_off_gives_its_buffers_back():
     blocks = blocks_with(inputs)
     _, loss = forward(blocks, 0)
     del loss, _
-    inputs.settle()
+    inputs.wait_for_copies()
     assert all(map(torch.equal, gradients(inputs), gradients(make(is_on=False))))
     assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
 
@@ -163,10 +163,10 @@ def test_the_lever_is_for_long_rows_that_are_not_moved_yet():
     assert make(is_on=False, row_tokens=1 << 15, compile=True).levers() == {}
     inputs = make(is_on=False, row_tokens=1 << 15)
     lever = inputs.levers()[Action.OFFLOAD_ACTIVATIONS]
-    assert "host" in lever.set_level(1)
+    assert "host" in lever.apply_times(1)
     wanted = gradients(make(is_on=False))
     assert all(map(torch.equal, gradients(inputs), wanted))
     assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
-    assert "device" in lever.set_level(0)
+    assert "device" in lever.apply_times(0)
     assert all(map(torch.equal, gradients(inputs), wanted))
     assert inputs.buffer_bytes == 0

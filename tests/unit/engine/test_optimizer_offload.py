@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import OffloadedState, make_adamw
+from hpc_tune.engine.adamw import OffloadedAdamW, make_adamw
 
 
 def trained(seed):
@@ -28,7 +28,7 @@ def test_the_same_bits_as_a_step_of_adamw(moved_at, back_at):
     moved = None
     for step in range(8):
         if step == moved_at:
-            moved = OffloadedState(adamw)
+            moved = OffloadedAdamW(adamw)
         if step == back_at:
             moved.close()
             moved = None
@@ -46,7 +46,7 @@ def test_the_same_bits_as_a_step_of_adamw(moved_at, back_at):
 
 def test_values_read_while_they_are_away_are_the_ones_of_now():
     parameters, adamw = trained(1)
-    moved = OffloadedState(adamw)
+    moved = OffloadedAdamW(adamw)
     held = adamw.state[parameters[0]]["exp_avg"]
     give_gradients(parameters, 0)
     moved.step()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.batch import full_batch
+from hpc_tune.batch import costliest_batch
 from hpc_tune.engine import pipeline_parallel
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages
@@ -46,7 +46,7 @@ def events_of(device, monkeypatch, num_micro=4):
         events.append("backward")
         out.backward(grad_BTD)
 
-    pipeline.train([full_batch(1, 4)] * num_micro, forward, backward)
+    pipeline.train([costliest_batch(1, 4)] * num_micro, forward, backward)
     return events
 
 

@@ -52,11 +52,11 @@ def test_blocks_are_recomputed_and_then_again_as_they_were(monkeypatch, configur
     assert action is Action.RECOMPUTE
     wanted, usual = step(blocks)
     _, usual = step(blocks)
-    assert "full" in lever.set_level(1)
+    assert "full" in lever.apply_times(1)
     found, calls = step(blocks)
     assert torch.equal(found, wanted)
     assert calls == 2, "a pass, and its recomputation"
-    assert configured in lever.set_level(0)
+    assert configured in lever.apply_times(0)
     found, calls = step(blocks)
     assert torch.equal(found, wanted)
     assert calls == usual

@@ -15,7 +15,7 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.row_pieces import RowPieces, find_mlps
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.dropout import disable_dropout
-from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
+from hpc_tune.model.faster_layers import share_input_casts, use_rms_norm, use_swiglu
 from hpc_tune.plan.resolve import choose_row_pieces
 from tests.unit.engine.test_activation_checkpoint import LiveBytes
 
@@ -79,7 +79,7 @@ def step(model, row_pieces, recompute="full", casts=False):
     """Return (loss, gradients by name, peak of the backward pass, calls of a block's MLP)."""
     model = copy.deepcopy(model)
     blocks, calls = blocks_of(model), []
-    share_casts(blocks)
+    share_input_casts(blocks)
     use_swiglu(blocks)
     use_rms_norm(blocks)
     RowPieces(blocks, settings(row_pieces))
@@ -171,8 +171,8 @@ def test_a_lever_doubles_the_pieces_of_long_rows():
     pieces = RowPieces([block], settings(2, row_tokens=1 << 14))
     [(action, lever)] = pieces.levers().items()
     assert (action, lever.most) == (Action.MORE_PIECES, 3)
-    assert "16 pieces" in lever.set_level(3)
-    assert "2 pieces" in lever.set_level(0)
+    assert "16 pieces" in lever.apply_times(3)
+    assert "2 pieces" in lever.apply_times(0)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "opt", "llama"])

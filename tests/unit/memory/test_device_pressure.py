@@ -11,11 +11,11 @@ from hpc_tune.memory import monitor
 from hpc_tune.memory.device import (
     GpuMemory,
     describe_failed_allocation,
-    is_device_error,
+    is_device_oom,
     is_out_of_memory,
 )
 from hpc_tune.memory.host import HostLimit
-from hpc_tune.memory.monitor import Monitor
+from hpc_tune.memory.monitor import MemoryMonitor
 from hpc_tune.memory.policy import (
     DEVICE_LIMITS,
     HOST_LIMITS,
@@ -24,12 +24,12 @@ from hpc_tune.memory.policy import (
     Level,
     PolicyState,
     decide_action,
+    decide_after_device_oom,
     device_level,
     host_level,
-    relieve_device,
 )
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import GPU_SLACK, PhaseMemory
+from hpc_tune.plan.memory_model import GPU_SLACK_SHARE, PhaseMemory
 from hpc_tune.plan.report import phase_fits
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import PreviousRun
@@ -59,14 +59,16 @@ class Events:
 @pytest.fixture
 def governed(monkeypatch):
     """Return how to make a governor of one rank whose host has all the room there is."""
-    monkeypatch.setattr(monitor, "find_limit", lambda configured: HostLimit(100 * GIB, "the test"))
+    monkeypatch.setattr(
+        monitor, "find_host_limit", lambda configured: HostLimit(100 * GIB, "the test")
+    )
     monkeypatch.setattr(monitor.HostUsage, "used_bytes", lambda usage: GIB)
 
     def make(device, before=NOTHING_BEFORE, mode="on"):
         levers = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}
         levers[SPLIT] = replace(levers[SPLIT], most=2)
         comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
-        watching = Monitor(None, device, mode)
+        watching = MemoryMonitor(None, device, mode)
         return Governor(comm, watching, events, levers, before), watching, events
 
     return make
@@ -76,7 +78,7 @@ def drive(governor, watching, num_steps, first=1):
     """Go through steps as the loop does; return why to leave, or None."""
     for step in range(first, first + num_steps):
         governor.observe(watching.take_peaks())
-        if need := governor.apply(governor.status(), step):
+        if need := governor.act_on_levels(governor.status(), step):
             return need
     return None
 
@@ -153,12 +155,15 @@ def test_a_devices_level_follows_the_steps_in_which_its_cache_was_freed(
 
 def test_what_one_table_says_of_a_share_agrees():
     for shares in (HOST_LIMITS, DEVICE_LIMITS):
-        assert shares.filled <= shares.fits
-        assert shares.filled <= shares.begins_at[TIGHT]
-        assert list(shares.begins_at.values()) == sorted(shares.begins_at.values())
-    assert HOST_LIMITS.fits <= HOST_LIMITS.begins_at[CRITICAL]
-    assert DEVICE_LIMITS.fits < DEVICE_LIMITS.begins_at[TIGHT] - DEVICE_LIMITS.stays_for + 1e-9
-    assert max(DEVICE_LIMITS.begins_at) == TIGHT
+        assert shares.target_share <= shares.fits
+        assert shares.target_share <= shares.level_begins_at[TIGHT]
+        assert list(shares.level_begins_at.values()) == sorted(shares.level_begins_at.values())
+    assert HOST_LIMITS.fits <= HOST_LIMITS.level_begins_at[CRITICAL]
+    assert (
+        DEVICE_LIMITS.fits
+        < DEVICE_LIMITS.level_begins_at[TIGHT] - DEVICE_LIMITS.level_hysteresis + 1e-9
+    )
+    assert max(DEVICE_LIMITS.level_begins_at) == TIGHT
 
 
 @pytest.mark.parametrize("percent", range(80, 105))
@@ -185,7 +190,7 @@ def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act
 )
 def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, available, action):
     for trimmed, settling in ((False, False), (True, True)):
-        ladder, decision = relieve_device(PolicyState(taken, trimmed, settling), available)
+        ladder, decision = decide_after_device_oom(PolicyState(taken, trimmed, settling), available)
         assert (decision.action, decision.way) == (action, "do")
         assert ladder.taken == (taken if action == LEAVE else (*taken, action))
     if action != LEAVE:
@@ -195,7 +200,7 @@ def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, ava
 
 
 def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
-    ladder, _ = relieve_device(PolicyState(trimmed=True), {SPLIT})
+    ladder, _ = decide_after_device_oom(PolicyState(trimmed=True), {SPLIT})
     ladder, _ = decide_action(ladder, HIGH, {RECOMPUTE})
     ladder, decision = decide_action(ladder, HIGH, {RECOMPUTE})
     assert decision.action == RECOMPUTE
@@ -213,7 +218,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
     found = []
     for _ in range(5):
         governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
-        found.append(governor.apply(governor.status(), 3))
+        found.append(governor.act_on_levels(governor.status(), 3))
     assert found[:4] == [None] * 4
     assert events.actions == FULL_LADDER[1:]
     need = found[4]
@@ -237,7 +242,7 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     fuller.observe(fuller._monitor.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
     governor._comm.gather = lambda own: [fuller._local_fill("device"), own]
-    governor.apply(governor.status(), 7)
+    governor.act_on_levels(governor.status(), 7)
     assert "device 40.0 GiB of 80.0 GiB, CUDA out of memory. Tried" in events.told[-1]["message"]
 
 
@@ -267,14 +272,14 @@ def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed
     governor.observe(watching.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
     governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
-    assert governor.apply(governor.status(), 1).memory == "device"
+    assert governor.act_on_levels(governor.status(), 1).memory == "device"
 
 
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
     governor, watching, _ = governed(Device())
     for memory, need in (
         ("device", watching.device_shortage(SAMPLE)),
-        ("host", watching.describe_shortage(1)),
+        ("host", watching.host_shortage(1)),
     ):
         outcome.write_outcome(
             outcome.stopped_outcome("why", 4, outcome_facts(need, governor.actions_taken)), tmp_path
@@ -300,7 +305,7 @@ class Rows:
         self._once_bytes, self._row_bytes, self._peak = once_bytes, row_bytes, held + GIB
         self.tried = []
 
-    def run_once(self, batch):
+    def run_and_discard(self, batch):
         rows, length = batch.tokens_BT.shape
         assert length == 64
         self.tried.append(rows)
@@ -345,8 +350,8 @@ def test_micro_batches_fill_a_device_as_far_as_a_plan_would(once_gib, row_gib, r
     found, _ = rows_that_fit(int(row_gib * GIB), int(once_gib * GIB))
     assert found == rows
     if rows < 64:  # one more doubling would need more than plans fill
-        needed = (30 + once_gib + 2 * rows * row_gib) * (1 + GPU_SLACK) + 1
-        assert needed > DEVICE_LIMITS.filled * 80
+        needed = (30 + once_gib + 2 * rows * row_gib) * (1 + GPU_SLACK_SHARE) + 1
+        assert needed > DEVICE_LIMITS.target_share * 80
 
 
 def test_two_rows_are_tried_only_where_every_rank_has_room_for_them():
@@ -434,7 +439,7 @@ def test_what_torch_itself_raises_without_a_driver_is_no_error():
 )
 def test_an_allocation_that_fails_is_the_devices_or_the_hosts(error, of_device):
     assert is_out_of_memory(error)
-    assert is_device_error(error) is of_device
+    assert is_device_oom(error) is of_device
 
 
 def test_of_torchs_words_those_remain_that_tell_what_failed():

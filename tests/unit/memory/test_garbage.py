@@ -10,7 +10,7 @@ import pytest
 
 from hpc_tune.memory import host
 from hpc_tune.train.control import StepStatus
-from hpc_tune.train.metrics import Extremes, PerRank
+from hpc_tune.train.metrics import RankUsage, UsageByRank
 from tests.support.training import PREPARED
 
 
@@ -29,28 +29,28 @@ def collected():
 
 
 def test_what_a_rank_has_made_and_freed_is_not_due():
-    with host.defer_collection():
-        for _ in range(3 * host._MAX_OBJECTS):
+    with host.defer_garbage_collection():
+        for _ in range(3 * host._COLLECTION_DUE_OBJECTS):
             _ = [[]]
-        assert not host.is_collection_due()
+        assert not host.is_garbage_collection_due()
 
 
 def test_garbage_in_circles_is_due_and_waits_for_the_boundary():
-    with host.defer_collection():
+    with host.defer_garbage_collection():
         first = weakref.ref(Node())
-        for _ in range(host._MAX_OBJECTS):
+        for _ in range(host._COLLECTION_DUE_OBJECTS):
             Node()
-        assert host.is_collection_due()
+        assert host.is_garbage_collection_due()
         assert first() is not None
         gc.collect()
         assert first() is None
-        assert not host.is_collection_due()
+        assert not host.is_garbage_collection_due()
 
 
 def test_a_rank_that_comes_to_no_boundary_collects_at_last():
-    with host.defer_collection():
+    with host.defer_garbage_collection():
         first = weakref.ref(Node())
-        for _ in range(host._FORCED_OBJECTS):
+        for _ in range(host._COLLECTION_FORCED_OBJECTS):
             Node()
         assert first() is None
 
@@ -58,7 +58,7 @@ def test_a_rank_that_comes_to_no_boundary_collects_at_last():
 def test_after_training_all_is_collected_as_before():
     before, held = gc.get_threshold(), Node()
     was = weakref.ref(held)
-    with host.defer_collection():
+    with host.defer_garbage_collection():
         del held
     gc.collect()
     assert was() is None
@@ -73,8 +73,8 @@ def test_all_ranks_collect_if_one_has_garbage():
             return [[float(value), float(i == 7)] for i, value in enumerate(values)]
 
     own = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0))
-    status, beside = own.exchange(Two(), Extremes(7.0, 8.0, 9.0, 0.5))
-    assert beside == PerRank([7.0, 0.0], [8.0, 0.0], [9.0, 0.0], [0.5, 0.0])
+    status, beside = own.exchange(Two(), RankUsage(7.0, 8.0, 9.0, 0.5))
+    assert beside == UsageByRank([7.0, 0.0], [8.0, 0.0], [9.0, 0.0], [0.5, 0.0])
     assert status == StepStatus(9.0, 1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
 
 
@@ -85,14 +85,14 @@ from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
 from hpc_tune.memory import host
 
-host._MAX_OBJECTS = 2000
+host._COLLECTION_DUE_OBJECTS = 2000
 within, found, due = [False], [], []
 gc.callbacks.append(lambda phase, info: phase == "start" and found.append(within[0]))
 
 
 def at(place, step):
     within[0] = place == "step"
-    due.append(place == "boundary" and host.is_collection_due())
+    due.append(place == "boundary" and host.is_garbage_collection_due())
 
 
 code = run(load_config(None, sys.argv[1:]), faults=Faults(at=at))

@@ -10,10 +10,10 @@ from hpc_tune.memory.host import (
     MACHINE_SOURCE,
     HostLimit,
     HostUsage,
-    find_limit,
+    find_host_limit,
+    memory_pressure,
     oom_kills,
     own_bytes,
-    stalled_share,
     swapped_bytes,
     used_bytes,
 )
@@ -50,7 +50,7 @@ class Machine:
         return self.cgroups / path
 
     def find(self, configured=None, **environ) -> HostLimit:
-        return find_limit(configured, environ, self.proc, self.cgroups)
+        return find_host_limit(configured, environ, self.proc, self.cgroups)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_memory_of_gpus_that_the_kernel_counts_is_not_the_hosts(machine, has_dri
     devices = of_gh200(machine, [("0-71", 416, 300), ("", 96, 86), ("", 0, 0)])
     if has_driver:
         machine.file(machine.proc / "driver" / "nvidia" / "version", "NVRM version")
-    limit = find_limit(None, {}, machine.proc, machine.cgroups, devices)
+    limit = find_host_limit(None, {}, machine.proc, machine.cgroups, devices)
     assert limit == HostLimit(ram * GIB, "the machine's RAM")
     assert used_bytes(limit, machine.proc, devices=devices) == used * GIB
 
@@ -218,15 +218,15 @@ def test_swap_is_the_groups_or_the_machines(machine):
 def test_stalls_are_the_groups_or_the_machines(machine):
     group = machine.group("job", "1")
     limit = HostLimit(1, "", group)
-    assert stalled_share(limit, machine.proc) is None
+    assert memory_pressure(limit, machine.proc) is None
     text = (
         "some avg10={} avg60=1.00 avg300=0.00 total=5\nfull avg10=90.00 avg60=0 avg300=0 total=1\n"
     )
     machine.file(machine.proc / "pressure" / "memory", text.format("2.50"))
-    assert stalled_share(limit, machine.proc) == 0.025
+    assert memory_pressure(limit, machine.proc) == 0.025
     machine.file(group / "memory.pressure", text.format("40.00"))
-    assert stalled_share(limit, machine.proc) == 0.4
-    assert stalled_share(HostLimit(1, ""), machine.proc) == 0.025
+    assert memory_pressure(limit, machine.proc) == 0.4
+    assert memory_pressure(HostLimit(1, ""), machine.proc) == 0.025
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_limit_for_the_job_without_a_group_counts_its_ranks_alone(machine):
         machine.file(machine.proc / str(pid) / "status", status)
     limit = machine.find(GIB)
     assert limit == HostLimit(GIB, "memory.host_limit")
-    slurm = find_limit(None, {"SLURM_MEM_PER_NODE": "1024"}, machine.proc, machine.cgroups)
+    slurm = find_host_limit(None, {"SLURM_MEM_PER_NODE": "1024"}, machine.proc, machine.cgroups)
     assert slurm == HostLimit(GIB, "SLURM_MEM_PER_NODE")
     for of_the_job in (limit, slurm):
         assert used_bytes(of_the_job, machine.proc, [7, 8]) == (700 + 800 + 2 * 4) * 1024
@@ -288,7 +288,7 @@ def test_on_this_machine_own_memory_grows_by_what_is_touched():
         for place in range(0, len(held), mmap.PAGESIZE):
             held[place] = 1
         assert own_bytes() - before == pytest.approx(len(held), rel=0.3)
-    assert 0 < used_bytes(find_limit()) < find_limit().num_bytes
+    assert 0 < used_bytes(find_host_limit()) < find_host_limit().num_bytes
 
 
 def test_between_two_sums_of_the_kernel_the_ranks_growth_counts(tmp_path):

@@ -10,12 +10,12 @@ from hpc_tune.memory.policy import (
     PolicyState,
     decide_action,
     free_bytes_below,
-    growth_per_step,
+    growth_bytes_per_step,
     host_level,
     must_stop_run,
     next_actions_after_oom,
     reserved_bytes,
-    sustained_rate,
+    sustained_growth_bytes_per_s,
 )
 
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def test_growth_is_forecast(percent, growth_percent, level):
     ],
 )
 def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
-    assert growth_per_step(peaks) == growth
+    assert growth_bytes_per_step(peaks) == growth
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_samples_that_come_faster_near_the_limit_do_not_make_one_allocation_a_le
     times_s = [0, 0.1, 0.2, 0.3, 0.32, 0.34, 0.36, 0.38, 0.4]
     used_mib = [300, 300, 300, 300, 340, 380, 420, 460, 500]
     samples = [(t, used * MIB) for t, used in zip(times_s, used_mib, strict=True)]
-    assert sustained_rate(samples) == 0
-    assert sustained_rate(samples[3:]) == pytest.approx(2000 * MIB)
+    assert sustained_growth_bytes_per_s(samples) == 0
+    assert sustained_growth_bytes_per_s(samples[3:]) == pytest.approx(2000 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_comes_and_goes_does_not_grow(cycle_mib, num_samples):
     for begins_at in range(len(cycle_mib)):
         used = islice(cycle(cycle_mib), begins_at, begins_at + num_samples)
         samples = [(n / 10, mib * MIB) for n, mib in enumerate(used)]
-        assert sustained_rate(samples) == 0, samples
+        assert sustained_growth_bytes_per_s(samples) == 0, samples
 
 
 @pytest.mark.parametrize("period_s", [0.05, 0.1, 0.2, 0.3, 0.5])

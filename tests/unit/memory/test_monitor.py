@@ -14,7 +14,7 @@ from hpc_tune.errors import ResumableStop
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.host import HostLimit, HostUsage, PrivateMemoryLimit, trim_heap
-from hpc_tune.memory.monitor import Monitor
+from hpc_tune.memory.monitor import MemoryMonitor
 from hpc_tune.memory.policy import Level
 from hpc_tune.rundir import outcome
 
@@ -26,7 +26,7 @@ class Host:
 
     def __init__(self, patch, limit=1000 * MIB, used=100 * MIB):
         self.limit, self.used, self.asked = limit, used, 0
-        patch.setattr(monitor, "find_limit", lambda configured: HostLimit(limit, "the test"))
+        patch.setattr(monitor, "find_host_limit", lambda configured: HostLimit(limit, "the test"))
         patch.setattr(monitor.HostUsage, "used_bytes", lambda usage: self._answer())
 
     def _answer(self):
@@ -58,7 +58,7 @@ def wait_for(what, limit_s=120.0):
 
 
 def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
-    watching = Monitor(None, mode="observe")
+    watching = MemoryMonitor(None, mode="observe")
     watching.start()
     host.used = 700 * MIB
     host.wait_for_samples()
@@ -72,9 +72,9 @@ def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
 @pytest.mark.parametrize(("mode", "leaves"), [("on", True), ("observe", False), ("off", False)])
 def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, leaves):
     needs = []
-    watching = Monitor(None, mode=mode, host="n1")
+    watching = MemoryMonitor(None, mode=mode, host="n1")
     watching.start(needs.append)
-    watching.enter("load", "loading the model", tell=True)
+    watching.enter("load", "loading the model", writes_heartbeat=True)
     host.used = 995 * MIB
     if leaves:
         wait_for(lambda: needs)
@@ -90,9 +90,9 @@ def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, 
 
 def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     needs = []
-    watching = Monitor(None, mode="on")
+    watching = MemoryMonitor(None, mode="on")
     host.used = 993 * MIB
-    watching.levels(watching.take_peaks())
+    watching.update_levels(watching.take_peaks())
     watching.start(needs.append)
     host.wait_for_samples(5)
     assert needs == []
@@ -108,7 +108,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
 )
 def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
     needs = []
-    watching = Monitor(None, mode="on")
+    watching = MemoryMonitor(None, mode="on")
     watching.expect_usage(expected * MIB)
     watching.start(needs.append)
     for used in range(100, peak + 1, 10):  # 500 MiB/s
@@ -119,10 +119,10 @@ def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, lea
 
 
 def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
-    watching, levels = Monitor(None, mode="on"), []
+    watching, levels = MemoryMonitor(None, mode="on"), []
     for step in range(60):
         host.used = (100 + 20 * step) * MIB
-        level, device = watching.levels(watching.take_peaks())
+        level, device = watching.update_levels(watching.take_peaks())
         levels.append(level)
         assert device == Level.CALM
         if level == Level.WILL_EXCEED:
@@ -133,14 +133,14 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
 
 
 def test_after_something_was_done_growth_is_counted_anew(host):
-    watching = Monitor(None, mode="on")
+    watching = MemoryMonitor(None, mode="on")
     for step in range(10):
         host.used = (700 + 20 * step) * MIB
-        level, _ = watching.levels(watching.take_peaks())
+        level, _ = watching.update_levels(watching.take_peaks())
     assert level == Level.HIGH
     watching.reset_growth()
     host.used = 750 * MIB
-    assert watching.levels(watching.take_peaks())[0] == Level.CALM
+    assert watching.update_levels(watching.take_peaks())[0] == Level.CALM
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     host, mode, used_mib, asked_mib, admitted
 ):
     host.used = used_mib * MIB
-    watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
+    watching = MemoryMonitor(None, mode=mode, pids=[1, 2, 3, 4])
     assert watching.can_allocate(asked_mib * MIB, "a copy") is admitted
 
 
@@ -173,16 +173,16 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
 def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib, taken_mib, leaves):
     needs = []
     host.used = used_mib * MIB
-    watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
+    watching = MemoryMonitor(None, mode=mode, pids=[1, 2, 3, 4])
     watching._leave = needs.append
-    watching.require_bytes(taken_mib * MIB)
+    watching.require_free_bytes(taken_mib * MIB)
     assert len(needs) == leaves
     if leaves:
         assert "125 MiB more on each rank would not fit" in needs[0].words
 
 
 def test_it_knows_this_ranks_peak_in_each_phase(host):
-    watching = Monitor(None, mode="observe")
+    watching = MemoryMonitor(None, mode="observe")
     watching.start()
     watching.enter("load", "loading")
     held = torch.ones(200 * MIB, dtype=torch.uint8)
@@ -198,7 +198,7 @@ def test_it_knows_this_ranks_peak_in_each_phase(host):
 
 def test_switched_off_it_does_nothing(host):
     before = set(threading.enumerate())
-    watching = Monitor(None, mode="off")
+    watching = MemoryMonitor(None, mode="off")
     watching.start()
     assert watching.take_peaks() is None
     begun = set(threading.enumerate()) - before
@@ -210,9 +210,9 @@ def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
     file = outcome.heartbeat_path(tmp_path, 3)
     file.parent.mkdir()
     beat = outcome.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
-    watching = Monitor(None, mode="observe", heartbeat=beat)
+    watching = MemoryMonitor(None, mode="observe", heartbeat=beat)
     watching.start()
-    watching.enter("load", "loading the model", tell=True)
+    watching.enter("load", "loading the model", writes_heartbeat=True)
     wait_for(lambda: [w.phase for w in outcome.read_heartbeats(tmp_path)] == ["loading the model"])
     [word] = outcome.read_heartbeats(tmp_path)
     assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)
@@ -332,7 +332,7 @@ def test_what_an_allocation_that_fails_looks_like(error, memory):
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["observe", "on"])
 def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
-    watching = Monitor(None, mode=mode)
+    watching = MemoryMonitor(None, mode=mode)
     watching.limit_private_memory()
     watching.start(lambda need: None)
     clock = time.pthread_getcpuclockid(watching._thread.ident)
@@ -353,7 +353,7 @@ def test_watching_does_not_slow_a_step():
     took_s = {True: [], False: []}
     for turn in range(40):
         watched = turn % 2 == 0
-        watching = Monitor(None, mode="on" if watched else "off")
+        watching = MemoryMonitor(None, mode="on" if watched else "off")
         watching.limit_private_memory()
         watching.start(lambda need: None)
         for _ in range(20):

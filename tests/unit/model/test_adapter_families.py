@@ -84,7 +84,7 @@ def quantised(model):
     """Return a copy whose base layers in the blocks are in 4 bits."""
     from bitsandbytes.functional import quantize_4bit
 
-    from hpc_tune.model.quantized_base import _SCALE_NAMES, _quantise_scales
+    from hpc_tune.model.quantized_base import _SCALE_NAMES, _quantize_scales
 
     model = in_bf16(model)
     for block in blocks_of(model):
@@ -93,7 +93,7 @@ def quantised(model):
                 packed = FourBitLinear(layer.base_layer, torch.bfloat16)
                 codes, state = quantize_4bit(layer.base_layer.weight.data, quant_type="nf4")
                 packed.weight.data = codes
-                values = _quantise_scales(state.absmax)
+                values = _quantize_scales(state.absmax)
                 for name, value in zip(_SCALE_NAMES, values, strict=True):
                     packed.get_buffer(name).copy_(value)
                 layer.base_layer = packed

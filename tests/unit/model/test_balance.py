@@ -7,12 +7,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hpc_tune.batch import empty_batch
 from hpc_tune.model.balance import (
     RouterSums,
-    _infer_score,
-    _is_known_output,
+    _infer_score_function,
+    _is_router_output,
     balance_loss,
     count_expert_tokens,
-    real_tokens,
-    summarise_load,
+    real_token_mask,
+    summarize_expert_load,
     z_loss,
 )
 
@@ -111,7 +111,7 @@ def test_no_gradient_is_nan_where_an_expert_starves_or_a_batch_is_empty(score):
 
 
 def test_padding_and_empty_batches_have_no_real_tokens():
-    assert not real_tokens(empty_batch(0)).any()
+    assert not real_token_mask(empty_batch(0)).any()
 
 
 def test_tokens_of_experts_are_counted_by_row():
@@ -133,24 +133,24 @@ def router(name, normalises=True, scale=1.0, chosen=2):
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_what_routers_weigh_by_is_seen_from_what_they_return(name):
     for normalises, scale in ((True, 1.0), (False, 1.0), (True, 2.5), (False, 2.5)):
-        assert _infer_score(*router(name, normalises, scale)) == name
-    assert _infer_score(*router(name, normalises=False, chosen=1)) == name
+        assert _infer_score_function(*router(name, normalises, scale)) == name
+    assert _infer_score_function(*router(name, normalises=False, chosen=1)) == name
 
 
 def test_routers_that_return_something_else_are_not_understood():
     logits_NE, weights_NK, chosen_NK = router("squares")
-    assert _infer_score(logits_NE, weights_NK, chosen_NK) == ""
-    assert _infer_score(*router("softmax", chosen=1)) == ""  # all weights are 1
+    assert _infer_score_function(logits_NE, weights_NK, chosen_NK) == ""
+    assert _infer_score_function(*router("softmax", chosen=1)) == ""  # all weights are 1
     for out in ((weights_NK, logits_NE), logits_NE, (logits_NE, weights_NK, logits_NE), None):
-        assert not _is_known_output(out)
-    assert _is_known_output((logits_NE, weights_NK, chosen_NK))
-    assert not _is_known_output((logits_NE, weights_NK, chosen_NK - 9))
+        assert not _is_router_output(out)
+    assert _is_router_output((logits_NE, weights_NK, chosen_NK))
+    assert not _is_router_output((logits_NE, weights_NK, chosen_NK - 9))
 
 
 def test_the_load_of_a_step_in_numbers():
     counts = [[30, 10, 0, 0], [4, 4]]  # 3 x the mean of its layer; 2 of 6 without a token
-    found = summarise_load(RouterSums(50.0, 0.0, counts), num_tokens=20)
+    found = summarize_expert_load(RouterSums(50.0, 0.0, counts), num_tokens=20)
     assert found == {"largest": 3.0, "unused": 2 / 6, "aux_loss": 2.5}
-    nothing = summarise_load(RouterSums(0.0, 8.0, [[0, 0]]), num_tokens=0)
+    nothing = summarize_expert_load(RouterSums(0.0, 8.0, [[0, 0]]), num_tokens=0)
     assert nothing == {"largest": 0.0, "unused": 1.0, "z_loss": 8.0}
-    assert summarise_load(None, 5) is None
+    assert summarize_expert_load(None, 5) is None

@@ -35,7 +35,7 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
     whole = dropped([5, 6])
     for number in range(4):
         layer = RowDropout(P, 0, "a")
-        layer.take_slice(number, 4)
+        layer.set_feature_slice(number, 4)
         with batch_context.using(MicroBatch([5, 6])):
             assert torch.equal(layer(torch.ones(2, 16, 8)), whole.chunk(4, -1)[number])
 

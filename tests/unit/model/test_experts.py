@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.experts import find_routers, find_stacks, group_parameters
+from hpc_tune.model.experts import find_routers, find_stacked_experts, label_parameters_by_part
 from hpc_tune.model.stock_reference import shrink_config
 from tests.support.mixtures import write_mixture
 
@@ -21,9 +21,9 @@ def model_of(kind, **fields):
 @pytest.mark.parametrize("kind", ["llama", "rwkv", "recurrent_gemma", "falcon_mamba"])
 def test_a_dense_model_has_neither_whatever_shapes_its_tensors_have(kind):
     model = model_of(kind)
-    assert list(find_stacks(model)) == []
+    assert list(find_stacked_experts(model)) == []
     assert find_routers(model) == {}
-    assert group_parameters(model) == {}
+    assert label_parameters_by_part(model) == {}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,11 @@ def test_a_dense_model_has_neither_whatever_shapes_its_tensors_have(kind):
 )
 def test_experts_and_routers_of_a_mixture_are_found(kind, fields, routers):
     model = model_of(kind, **fields)
-    assert len({path.split(".")[2] for path, _ in find_stacks(model)}) == 2  # in both layers
+    assert (
+        len({path.split(".")[2] for path, _ in find_stacked_experts(model)}) == 2
+    )  # in both layers
     assert {path.rpartition(".")[2] for path in find_routers(model)} == routers
-    kinds = group_parameters(model)
+    kinds = label_parameters_by_part(model)
     routed = sum(p.numel() for p, kind in kinds.items() if kind == "routed experts")
     assert routed > sum(p.numel() for p, kind in kinds.items() if kind == "attention") > 0
     assert all(p.dim() <= 2 for p, kind in kinds.items() if kind == "routers")

@@ -37,7 +37,7 @@ def gaps(monkeypatch, *answers):
             raise answer
         return {"its result": answer}
 
-    monkeypatch.setattr(varlen_attention, "compare_with_mask", found)
+    monkeypatch.setattr(varlen_attention, "compare_kernel_with_mask", found)
 
 
 def test_the_best_is_used_where_it_is_right(asked, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_window_is_tried_too(asked, monkeypatch):
 @pytest.mark.parametrize(("capability", "found"), [((8, 0), []), ((10, 0), ["FA4"])])
 def test_each_is_for_some_gpus(asked, monkeypatch, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert varlen_attention.list_installed(GPU) == found
+    assert varlen_attention.list_flash_attention_versions(GPU) == found
 
 
 def test_an_older_torch_has_none(asked, monkeypatch):

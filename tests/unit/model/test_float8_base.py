@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model import float8
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.float8 import Float8Linear, Float8Stack, float8_rows
+from hpc_tune.model.builtin import write_tiny_model
+from hpc_tune.model.float8 import Float8Linear, Float8Stack, quantize_float8_rows
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
@@ -57,7 +57,7 @@ needs_row_scales = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 
@@ -335,7 +335,7 @@ def test_a_rank_reads_the_experts_that_it_keeps(tmp_path):
 
 
 def test_rows_of_no_tokens_have_no_products():
-    rows = float8_rows(torch.empty(0, 64, dtype=torch.bfloat16))
+    rows = quantize_float8_rows(torch.empty(0, 64, dtype=torch.bfloat16))
     assert rows.codes.shape == (0, 64)
     layer = Float8Linear(nn.Linear(64, 32, bias=False), torch.bfloat16)
     layer.weight.data.zero_()

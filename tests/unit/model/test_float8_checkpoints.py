@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from hpc_tune.errors import DataError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.tensor_sources import ScaledTensor
 from hpc_tune.model.weights import index_model_directory
 from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_loss, row, stock_loss
@@ -34,7 +34,7 @@ def quantised(matrix, kind, size=BLOCK):
 
 def stored(directory, kind, quantization, suffix):
     """Turn a tiny model into a float8 one; return the values that it stands for, in bf16."""
-    write_tiny(directory)
+    write_tiny_model(directory)
     tensors = load_file(directory / "model.safetensors")
     meant, out = {}, {}
     for name, tensor in tensors.items():
@@ -111,14 +111,14 @@ def test_scales_that_are_powers_of_two_may_be_stored_as_exponents(tmp_path):
 
 
 def test_a_dtype_that_is_not_read_is_named(tmp_path):
-    write_tiny(tmp_path)
+    write_tiny_model(tmp_path)
     save_file({"a.weight": torch.ones(4, dtype=torch.uint16)}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"a\.weight is stored as U16, which is not read here"):
         index_model_directory(tmp_path)
 
 
 def test_a_config_that_speaks_of_quantised_weights_where_none_are_is_refused_as_such(tmp_path):
-    write_tiny(tmp_path)
+    write_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -127,7 +127,7 @@ def test_a_config_that_speaks_of_quantised_weights_where_none_are_is_refused_as_
 
 
 def test_a_stack_of_matrices_in_float8_is_refused(tmp_path):
-    write_tiny(tmp_path)
+    write_tiny_model(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     stack = {name: torch.ones(2, 4, 4).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
     save_file(stack, tmp_path / "model.safetensors")
@@ -159,7 +159,7 @@ def test_what_is_no_matrix_in_float8_is_refused_by_name(tmp_path, shape):
     ],
 )
 def test_other_quantised_checkpoints_are_refused_by_their_method(tmp_path, method, extra):
-    write_tiny(tmp_path)
+    write_tiny_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, extra: torch.ones(4, 4)}, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

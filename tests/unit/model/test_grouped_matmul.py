@@ -12,7 +12,11 @@ import transformers.integrations.moe  # noqa: F401 - it makes torch.ops.transfor
 from hpc_tune import torch_versions
 from hpc_tune.log import log
 from hpc_tune.model import grouped_matmul
-from hpc_tune.model.grouped_matmul import CHECKED_ROWS, compare_with_loop, grouped_kernel_fault
+from hpc_tune.model.grouped_matmul import (
+    CHECKED_ROWS_PER_EXPERT,
+    compare_kernel_with_loop,
+    grouped_kernel_fault,
+)
 from hpc_tune.train.model import Model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -52,15 +56,15 @@ def test_an_expert_without_rows_has_a_gradient_of_zero_whatever_memory_had(garba
     wanted = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     kernel = leaves_memory(torch_versions.grouped_mm, garbage)
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    monkeypatch.setattr(grouped_matmul, "_may_leave_memory", lambda x: True)
+    monkeypatch.setattr(grouped_matmul, "_may_leave_uninitialized", lambda x: True)
     found = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     assert torch.equal(found, wanted)
     assert [bool(grad.any()) for grad in found] == [False, True, False, False, True, False]
 
 
 def test_the_trial_has_experts_without_rows_at_both_ends_and_in_between():
-    assert CHECKED_ROWS[0] == CHECKED_ROWS[-1] == 0
-    assert 0 in CHECKED_ROWS[2:-2]
+    assert CHECKED_ROWS_PER_EXPERT[0] == CHECKED_ROWS_PER_EXPERT[-1] == 0
+    assert 0 in CHECKED_ROWS_PER_EXPERT[2:-2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -74,7 +78,7 @@ def test_memory_that_is_filled_afterwards_is_no_fault(monkeypatch):
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
     assert "the gradient of weights by nan" in grouped_kernel_fault(CPU, torch.bfloat16)
     grouped_kernel_fault.cache_clear()
-    monkeypatch.setattr(grouped_matmul, "_may_leave_memory", lambda x: True)
+    monkeypatch.setattr(grouped_matmul, "_may_leave_uninitialized", lambda x: True)
     assert grouped_kernel_fault(CPU, torch.bfloat16) == ""
 
 
@@ -140,14 +144,14 @@ def test_the_trial_is_left_out_of_what_a_dispatch_mode_sees():
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
-        gaps = compare_with_loop(CPU, torch.float32)
+        gaps = compare_kernel_with_loop(CPU, torch.float32)
     assert counter.get_total_flops() == 0
     assert max(gaps.values()) < 1e-6
 
 
 def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypatch):
     tried = []
-    monkeypatch.setattr("hpc_tune.train.model.is_mixture", lambda module: True)
+    monkeypatch.setattr("hpc_tune.train.model.is_mixture_of_experts", lambda module: True)
     monkeypatch.setattr("hpc_tune.train.model.choose_model_kernels", lambda *_: _kernels("varlen"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(
@@ -162,7 +166,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     model = Model(built, None, settings)
     assert str(model.choose_kernels(GPU)).endswith("experts in a loop: it is wrong")
     assert tried == [(GPU, torch.bfloat16)]
-    assert model.choose_kernels(CPU).loop_reason == ""
+    assert model.choose_kernels(CPU).expert_loop_reason == ""
 
 
 def _kernels(attention):
@@ -194,7 +198,7 @@ def test_a_product_with_too_many_values_for_the_kernel_is_cut_between_rows(
         return out
 
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    monkeypatch.setattr(grouped_matmul, "_max_values", lambda x: most)
+    monkeypatch.setattr(grouped_matmul, "_max_kernel_values", lambda x: most)
     found = [
         grouped_matmul.grouped_matmul(wide, weight.transpose(1, 2), ends),
         grouped_matmul.grouped_weight_gradient(low, wide, weight, ends),

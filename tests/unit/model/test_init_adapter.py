@@ -17,7 +17,7 @@ from transformers import (
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import SHAPE, write_tiny
+from hpc_tune.model.builtin import TINY_CONFIG, write_tiny_model
 from hpc_tune.model.load import allocate, load_weights, use_init_adapter
 from tests.support.mixtures import write_mixture
 
@@ -27,7 +27,7 @@ TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("base") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 
@@ -113,7 +113,9 @@ def test_an_adapter_that_has_begun_otherwise_on_the_same_base_is_taken(tiny, tmp
 
 
 def test_an_adapter_of_a_base_of_another_width_is_refused(tiny, tmp_path):
-    wider = LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_size": 2 * SHAPE["hidden_size"]}))
+    wider = LlamaForCausalLM(
+        LlamaConfig(**TINY_CONFIG | {"hidden_size": 2 * TINY_CONFIG["hidden_size"]})
+    )
     settings = LoraConfig(r=4, lora_alpha=6.0, target_modules="all-linear")
     get_peft_model(wider, settings).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"lora_B\.weight has shape .* it is of another base"):

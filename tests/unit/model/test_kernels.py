@@ -13,7 +13,7 @@ from hpc_tune.model.kernels import (
     layer_windows,
     why_experts_loop,
 )
-from hpc_tune.model.layers import use_own_layers
+from hpc_tune.model.layers import use_faster_layers
 from hpc_tune.model.loss import LossModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -160,7 +160,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
     assert why_experts_loop(dtype, CPU) == ""
     why = why_experts_loop(dtype, GPU)
     assert why.endswith(found)
-    said = str(Kernels("varlen", None, "F.rms_norm", "own", loop_reason=why))
+    said = str(Kernels("varlen", None, "F.rms_norm", "own", expert_loop_reason=why))
     assert ("experts in a loop: torch has grouped matmuls" in said) == bool(found)
 
 
@@ -187,7 +187,7 @@ def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
             layers, name, lambda *given, name=name, **options: done.append((name, options))
         )
     module = LossModel(torch.nn.Identity(), SimpleNamespace(model_type="llama"), within)
-    use_own_layers(module, [], False, torch.bfloat16, GPU)
+    use_faster_layers(module, [], False, torch.bfloat16, GPU)
     assert bool(asked[0][-1]) == (not within)
     assert module.within_documents == (kernels.attention != "mask")
     assert module.has_kernel == (kernels.attention == "varlen")

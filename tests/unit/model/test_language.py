@@ -15,11 +15,11 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.language import read_config, read_language_config, stock_class
+from hpc_tune.model.builtin import write_tiny_model
+from hpc_tune.model.language import auto_model_class, read_config, read_language_config
 from hpc_tune.model.load import (
     allocate,
-    load_trained,
+    load_trained_parameters,
     load_weights,
     use_init_adapter,
     use_whole_model_names,
@@ -53,7 +53,7 @@ def base(request, tmp_path_factory):
     write_small_model(AutoConfig.for_model(kind, **KINDS[request.param]), folder)
     is_whole = "architectures" in KINDS[request.param]
     assert not is_whole or any("visi" in name or "visual" in name for name in stored(folder))
-    write_tiny(folder / "tiny")
+    write_tiny_model(folder / "tiny")
     for file in (folder / "tiny").glob("tokenizer*"):
         shutil.copyfile(file, folder / file.name)
     return folder
@@ -66,7 +66,7 @@ def stored(directory):
 def stock(directory, like=None):
     config = read_config(like or directory)
     named = (config.architectures or [""])[0]
-    auto = getattr(transformers, named) if named else stock_class(config)
+    auto = getattr(transformers, named) if named else auto_model_class(config)
     return auto.from_pretrained(directory, dtype=torch.float32).eval()
 
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_before_its_model_was_a_part_of_a_whole_is_read(tmp_path
     built = build(base, torch.float32, METHODS["lora"], 0)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
-    load_trained(built, step)
+    load_trained_parameters(built, step)
     wanted = dict(module.named_parameters())
     assert all(torch.equal(p, wanted[n]) for n, p in built.module.named_parameters())
     index = use_whole_model_names(index_checkpoint(step), built.names)
@@ -204,7 +204,7 @@ NAMED = [pytest.param(named, marks=REFUSED) for named in (1, "LlamaForCausalLM",
 
 @pytest.mark.parametrize("named", [*NAMED, []])
 def test_classes_that_config_json_does_not_name_as_a_list_are_not_looked_at(tmp_path, named):
-    write_tiny(tmp_path / "base")
+    write_tiny_model(tmp_path / "base")
     file = tmp_path / "base" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": named}))
     trained(tmp_path / "base", METHODS["lora"], tmp_path / "step")

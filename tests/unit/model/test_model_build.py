@@ -17,8 +17,8 @@ from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
-from hpc_tune.model.build import LocalRegion, build, compute_dtype
-from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
+from hpc_tune.model.build import LocalRegion, build, resolve_dtype
+from hpc_tune.model.builtin import SPECIAL_TOKENS, TINY_CONFIG, write_tiny_model
 from hpc_tune.model.language import read_language_config
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
@@ -32,7 +32,7 @@ LENGTHS = (7, 12, 1, 5)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 
@@ -95,7 +95,7 @@ def our_loss(module, *rows):
 
 
 def test_writing_the_tiny_model_twice_gives_the_same_bytes(tiny, tmp_path):
-    write_tiny(tmp_path)
+    write_tiny_model(tmp_path)
     files = sorted(path.name for path in tiny.iterdir())
     assert files == sorted(path.name for path in tmp_path.iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
@@ -141,7 +141,7 @@ def test_the_tiny_chat_template_marks_each_message(tiny_tokenizer):
     ids = tiny_tokenizer(text)["input_ids"]
     assert ids.count(257) == ids.count(258) == 2
     assert tiny_tokenizer.eos_token_id == 258
-    assert max(ids) < SHAPE["vocab_size"]
+    assert max(ids) < TINY_CONFIG["vocab_size"]
 
 
 def test_a_chat_template_of_the_user_takes_the_place_of_the_models(tiny, tmp_path):
@@ -375,7 +375,7 @@ def test_the_decoder_blocks_are_found_in_order_with_and_without_adapters(tiny):
 
 @pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
 def test_auto_is_fp32_on_a_cpu(name, dtype):
-    assert compute_dtype(name, CPU) == dtype
+    assert resolve_dtype(name, CPU) == dtype
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_auto_is_fp32_on_a_cpu(name, dtype):
 def test_auto_is_bf16_on_a_gpu_that_computes_in_it(monkeypatch, capability, dtype):
     """torch says of older ones that bf16 is supported, since it converts for each product."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert compute_dtype("auto", torch.device("cuda", 0)) == dtype
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == dtype
 
 
 # --- mistakes

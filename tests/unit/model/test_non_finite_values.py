@@ -13,7 +13,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.zero.state import fill_parameter
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.load import allocate, load_weights, use_init_adapter
 from hpc_tune.model.tensor_sources import reserve_nothing
 from hpc_tune.model.weights import find_non_finite
@@ -47,7 +47,7 @@ def test_what_has_no_values_or_no_fractions_is_finite():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("base") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 

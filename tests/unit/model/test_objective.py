@@ -13,7 +13,7 @@ from hpc_tune.model.objective import (
     Preference,
     PreferenceSums,
     TokenSum,
-    format_measures,
+    format_metrics,
     log_probabilities,
     make_objective,
     zero_rewards,
@@ -107,7 +107,7 @@ def test_the_gradient_is_a_weight_for_each_answers_tokens():
 
 def test_what_is_measured_beside_the_loss():
     sums, _ = sums_of(Preference("dpo", 0.1))
-    measured = sums.measures(2)
+    measured = sums.metrics(2)
     assert sums.right == 1  # s: 0.5 over 0.25, and -0.5 under 0.25
     assert measured["accuracy"] == 0.5
     assert measured["margin"] == pytest.approx(0.1 * (0.0 - 0.5) / 2)
@@ -135,7 +135,7 @@ def test_of_a_kind_of_answers_that_is_not_there_nothing_is_measured():
     for is_good, own in ((True, "chosen"), (False, "rejected")):
         batch = batch_of([[2, 0], [6, 0]], [is_good, is_good])
         sums = PreferenceSums(*Preference("kto", 0.1).sums(losses_N, batch).tolist())
-        measured = sums.measures(2)
+        measured = sums.metrics(2)
         assert measured.keys() == {"accuracy", f"{own}_log_prob"}
         assert measured[f"{own}_log_prob"] == pytest.approx(-sum(LOSSES) / 8)
 
@@ -146,10 +146,10 @@ def test_of_equal_rewards_none_is_right():
         counts = [[2, 2], [2, 2]] if objective == "dpo" else [[4, 0], [4, 0]]
         own = torch.tensor([[-1.0, -1.0]] * 2 if objective == "dpo" else [[-2.0, 0.0]] * 2)
         batch = batch_of(counts, desirable)
-        batch = replace(batch, pairs=replace(batch.pairs, reference_P2=own))
+        batch = replace(batch, pairs=replace(batch.pairs, reference_log_probs_P2=own))
         sums = PreferenceSums(*Preference(objective, 0.1).sums(losses_N, batch).tolist())
         assert sums.right == 0
-        assert sums.measures(2)["accuracy"] == 0
+        assert sums.metrics(2)["accuracy"] == 0
 
 
 def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
@@ -157,12 +157,12 @@ def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
     equal = PreferenceSums(*zero_rewards(astuple(sums)))
     kept = {"right": 0, "chosen_reward": 0, "rejected_reward": 0}
     assert equal == replace(sums, **kept)
-    assert (equal.measures(4)["accuracy"], equal.measures(4)["margin"]) == (0, 0)
+    assert (equal.metrics(4)["accuracy"], equal.metrics(4)["margin"]) == (0, 0)
 
 
 def test_accuracy_is_said_in_percent():
-    measures = {"accuracy": 0.75, "margin": 0.25, "chosen_log_prob": -1.5}
-    assert format_measures(measures) == "accuracy 75.0%, margin 0.25, chosen log prob -1.5"
+    metrics = {"accuracy": 0.75, "margin": 0.25, "chosen_log_prob": -1.5}
+    assert format_metrics(metrics) == "accuracy 75.0%, margin 0.25, chosen log prob -1.5"
 
 
 def test_an_answer_of_certain_tokens_has_finite_odds():

@@ -12,11 +12,11 @@ from hpc_tune.checkpoint.export import copy_tokenizer, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.language import read_config, read_language_config
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import SHARDS_FILE, index_model_directory
-from hpc_tune.train.data import why_not_stopped
+from hpc_tune.train.data import describe_unknown_stop_token
 from hpc_tune.train.model import prepare_model_dir
 from tests.support.training import give_manifest
 
@@ -26,7 +26,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture
 def model(tmp_path):
-    write_tiny(tmp_path / "model")
+    write_tiny_model(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -69,7 +69,7 @@ def test_an_index_that_names_the_whole_file_leaves_nothing_unread(model):
     text = json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
     (model / SHARDS_FILE).write_text(text)
     index = index_model_directory(model)
-    assert index.unread == ()
+    assert index.ignored_weights == ()
     assert index.shapes.keys() == names.keys()
 
 
@@ -160,14 +160,14 @@ def test_answers_that_end_where_no_other_tool_stops_are_told(model):
     tokenizer = load_tokenizer(model)
     end = tokenizer.eos_token_id
     config = json.loads((model / "config.json").read_text())
-    assert why_not_stopped(tokenizer, model) is None
+    assert describe_unknown_stop_token(tokenizer, model) is None
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end - 1)
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": end - 1}))
-    why = why_not_stopped(tokenizer, model)
+    why = describe_unknown_stop_token(tokenizer, model)
     assert why is not None
     assert f"{tokenizer.convert_ids_to_tokens(end)}, {end}, to eos" in why
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end - 1, end]}))
-    assert why_not_stopped(tokenizer, model) is None
+    assert describe_unknown_stop_token(tokenizer, model) is None
 
 
 def test_whole_numbers_whose_scale_nothing_names_are_no_weights(model):

@@ -218,17 +218,19 @@ def test_the_last_tokens_of_documents_attend_as_in_whole_rows(
     weight = torch.randn(2, 6, total, 8, generator=generator)
     out, *wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
     sums = [torch.zeros_like(grad) for grad in wanted]
-    for part in (RowPart(rank, size, head_tail=True) for rank in range(size)):
+    for part in (RowPart(rank, size, is_head_tail=True) for rank in range(size)):
         own = DocumentParts(cut_documents([lengths] * 2, part))
 
         def attend(query, key, value, _, part=part, own=own):
-            query = part.cut(query, 2).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            query = part.cut_to_rank(query, 2).transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys = own.take_keys(key), own.take_keys(value)
-            out_1SHD = tiled_attention(query, *keys, own.spans, None, own.earlier)
+            out_1SHD = tiled_attention(query, *keys, own.spans, None, own.num_earlier_keys)
             return out_1SHD.view(2, -1, 6, 8).transpose(1, 2)
 
-        found, *grads = out_and_grads(attend, inputs, part.cut(weight, 2), torch.float64, lengths)
-        torch.testing.assert_close(found, part.cut(out, 2), rtol=1e-12, atol=1e-12)
+        found, *grads = out_and_grads(
+            attend, inputs, part.cut_to_rank(weight, 2), torch.float64, lengths
+        )
+        torch.testing.assert_close(found, part.cut_to_rank(out, 2), rtol=1e-12, atol=1e-12)
         sums = [one + other for one, other in zip(sums, grads, strict=True)]
     for one, other in zip(sums, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

@@ -12,7 +12,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import quantized_base
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantized_base import FourBitLinear
 from hpc_tune.model.regions import write_regions
@@ -30,7 +30,7 @@ QLORA = TuneConfig(method="qlora", rank=4, alpha=8.0)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return directory
 
 

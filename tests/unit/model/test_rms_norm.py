@@ -134,7 +134,7 @@ def test_under_a_gpus_autocast_the_result_has_transformers_dtype(dtype):
             norm.weight = torch.nn.Parameter(weight, requires_grad=False)
             x = torch.empty(SHAPE[0], 8, dtype=dtype, device="cuda")
             stock = norm(x)
-            norm.forward = types.MethodType(faster_layers._torch_forward, norm)
+            norm.forward = types.MethodType(faster_layers._torch_rms_norm_forward, norm)
             assert norm(x).dtype == stock.dtype == dtype
     finally:
         torch.set_autocast_enabled("cuda", False)

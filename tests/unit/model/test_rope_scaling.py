@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_tune.checkpoint.state import RunState, require_settings
+from hpc_tune.checkpoint.state import RunState, require_same_settings
 from hpc_tune.config.load import load_config
 from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
 from hpc_tune.config.schema import ModelConfig
@@ -16,7 +16,11 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import advise_rope_scaling, read_config, read_language_config
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.rotary import position_limit, scale_config_json, without_lengths
+from hpc_tune.model.rotary import (
+    apply_rope_scaling_to_json,
+    length_independent_scaling,
+    position_limit,
+)
 from hpc_tune.plan.resolve import why_rows_too_long
 from tests.unit.model.test_model_build import FAMILY
 
@@ -99,7 +103,9 @@ def test_longrope_of_long_rows_is_exported_for_texts_of_all_lengths(tmp_path, le
     ours = our_logits(directory, LONGROPE, tokens_BT, seq_len=LONG)
     config = read_config(directory)
     content = json.loads((directory / "config.json").read_text())
-    exported = scale_config_json(config, content, without_lengths(config, LONGROPE, LONG))
+    exported = apply_rope_scaling_to_json(
+        config, content, length_independent_scaling(config, LONGROPE, LONG)
+    )
     (directory / "config.json").write_text(json.dumps(exported))
     wanted = stock_logits(directory, tokens_BT)
     assert (ours - wanted).abs().max() <= 1e-6 * wanted.abs().max()
@@ -136,7 +142,7 @@ def test_sections_are_kept_in_the_form_of_older_transformers(tmp_path):
     sections = {"mrope_section": [2, 1, 1]}
     directory = written(tmp_path, "qwen2")
     content = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
-    scaled = scale_config_json(read_config(directory), content, YARN)
+    scaled = apply_rope_scaling_to_json(read_config(directory), content, YARN)
     assert scaled["rope_scaling"] == {**YARN, **sections}
 
 
@@ -174,7 +180,9 @@ def test_a_config_json_of_older_transformers_keeps_its_form(tmp_path):
     with_written(directory, old)
     assert torch.equal(our_logits(directory, YARN, tokens_BT), ours)
     content = json.loads((directory / "config.json").read_text())
-    scaled = scale_config_json(read_config(directory), content, {**YARN, "rope_theta": 5e5})
+    scaled = apply_rope_scaling_to_json(
+        read_config(directory), content, {**YARN, "rope_theta": 5e5}
+    )
     assert "rope_parameters" not in scaled
     assert scaled["rope_scaling"] == YARN
     assert (scaled["rope_theta"], scaled["max_position_embeddings"]) == (5e5, 4 * TRAINED)
@@ -287,9 +295,9 @@ def test_another_scaling_is_another_run(tmp_path):
     del before["model"]["rope_scaling"]  # as versions without it have saved
     state = {"step": 1, "total_steps": 9, "model_identity": "", "loader": {}, "layout": {}}
     saved = RunState.from_json({**state, "micro_size": 1, "config": before}, "here")
-    require_settings(saved, load_config(None).model_dump(mode="json"))
+    require_same_settings(saved, load_config(None).model_dump(mode="json"))
     with pytest.raises(ConfigError, match="model.rope_scaling: None in the checkpoint, {'rope_ty"):
-        require_settings(saved, now)
+        require_same_settings(saved, now)
 
 
 @pytest.mark.parametrize("scaling", [None, {**YARN, ORIGINAL: 2048, "factor": 1.5}, LINEAR])

@@ -11,7 +11,7 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.balance import (
     RouterWatch,
     find_router_modules,
-    find_router_score,
+    find_router_score_function,
     list_routers,
 )
 from hpc_tune.model.build import build
@@ -46,7 +46,7 @@ def loaded(directory, tune, score, recompute="none"):
     built = build(directory, torch.float32, tune, 0)
     checkpoint_blocks(list(find_blocks(built.module)), recompute)
     watch = RouterWatch(list_routers(built.module), score, tune)
-    watch.attach([built.module], torch.device("cpu"))
+    watch.hook_routers([built.module], torch.device("cpu"))
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
     return built, watch
@@ -64,7 +64,7 @@ def step(built, watch, micro):
     trained = built.module.named_parameters()
     gradients = {n: p.grad.clone() for n, p in trained if p.grad is not None}
     built.module.zero_grad()
-    return loss, watch.read(watch.sums.tolist()), gradients
+    return loss, watch.interpret_sums(watch.sums.tolist()), gradients
 
 
 def stock(directory, score, balance, z):
@@ -169,7 +169,7 @@ def test_nothing_is_counted_in_evaluation(mixtures):
 def test_what_a_familys_routers_weigh_by_is_tried(mixtures, family):
     built, _ = loaded(mixtures[family], TuneConfig(**TUNE), FAMILIES[family])
     run = lambda: built.module.eval()(batches(4)[0])  # noqa: E731
-    assert find_router_score(built.module, run) == FAMILIES[family]
+    assert find_router_score_function(built.module, run) == FAMILIES[family]
 
 
 def test_routers_of_an_unknown_form_are_not_watched_though_transformers_has_a_loss(mixtures):
@@ -181,7 +181,7 @@ def test_routers_of_an_unknown_form_are_not_watched_though_transformers_has_a_lo
             router(torch.zeros(4, router.weight.shape[1]))
 
     handles = [r.register_forward_hook(lambda _module, _given, out: out[:2]) for r in routers]
-    assert find_router_score(built.module, run) == ""
+    assert find_router_score_function(built.module, run) == ""
     for handle in handles:
         handle.remove()
-    assert find_router_score(built.module, run) == "softmax"
+    assert find_router_score_function(built.module, run) == "softmax"

@@ -5,7 +5,11 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.config_json import refuse_shape, shape_directory, shape_names
+from hpc_tune.model.config_json import (
+    model_shape_names,
+    refuse_weightless_shape,
+    resolve_model_directory,
+)
 from hpc_tune.step.size import measure
 
 # (hidden, wide, layers, width of queries, width of keys and of values, vocabulary)
@@ -75,30 +79,30 @@ def deepseek(hidden=7168, layers=61, dense=3, experts=256, vocab=129280):
     ],
 )
 def test_a_shape_has_the_published_number_of_parameters(name, published, counted):
-    directory = shape_directory(f"shape:{name}")
+    directory = resolve_model_directory(f"shape:{name}")
     built = build(directory, torch.bfloat16, TuneConfig(method="full"), 0, weights=False)
     assert measure(built.module).num_parameters == counted
     assert counted == pytest.approx(published, abs=0.005e9)
 
 
 def test_every_shape_is_counted_above():
-    assert shape_names() == [
+    assert model_shape_names() == [
         *("deepseek-v3", "falcon-7b", "gpt-oss-120b", "llama3-405b", "llama3-70b", "llama3-8b"),
         *("phi3-mini", "qwen2.5-32b", "qwen3-30b-a3b", "qwen3-32b"),
     ]
 
 
 def test_a_directory_stays_a_directory():
-    assert str(shape_directory("models/x")) == "models/x"
-    refuse_shape("models/x")
-    refuse_shape(RunConfig().model.path)
+    assert str(resolve_model_directory("models/x")) == "models/x"
+    refuse_weightless_shape("models/x")
+    refuse_weightless_shape(RunConfig().model.path)
 
 
 def test_an_unknown_shape_names_the_near_ones():
     with pytest.raises(ConfigError, match=r"shape:llama3-7b: no such shape; .*llama3-70b"):
-        shape_directory("shape:llama3-7b")
+        resolve_model_directory("shape:llama3-7b")
 
 
 def test_a_shape_cannot_be_trained():
     with pytest.raises(ConfigError, match="has no weights"):
-        refuse_shape("shape:llama3-8b")
+        refuse_weightless_shape("shape:llama3-8b")

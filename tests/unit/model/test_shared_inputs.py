@@ -19,8 +19,8 @@ from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import layers as own_layers
-from hpc_tune.model.faster_layers import share_casts
-from hpc_tune.model.layers import find_blocks, use_own_layers
+from hpc_tune.model.faster_layers import share_input_casts
+from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 
@@ -55,7 +55,7 @@ def model_of(family, num_blocks=2, compiled=False, recompute="none", dtype=torch
     lm = AutoModelForCausalLM.from_config(config).to(dtype)
     module = LossModel(lm, config, use_document_attention(lm)).train()
     blocks = list(find_blocks(module))
-    use_own_layers(module, blocks, compiled, dtype, torch.device("cpu"))
+    use_faster_layers(module, blocks, compiled, dtype, torch.device("cpu"))
     checkpoint_blocks(blocks, recompute)
     return module
 
@@ -75,7 +75,7 @@ def separately(monkeypatch):
 
     def make(*args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(own_layers, "share_casts", lambda blocks: 0)
+            patch.setattr(own_layers, "share_input_casts", lambda blocks: 0)
             return model_of(*args, **options)
 
     return make
@@ -151,7 +151,7 @@ def test_an_input_that_not_all_layers_are_called_with_is_let_go_of():
             return out
 
     part = Part()
-    assert share_casts([part]) == 1
+    assert share_input_casts([part]) == 1
     for fails in (False, True):
         x = torch.randn(3, 4, requires_grad=True)
         alive = weakref.ref(x)
@@ -166,7 +166,7 @@ def test_an_input_that_not_all_layers_are_called_with_is_let_go_of():
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_layers_in_16_bits_are_left_alone(dtype):
     part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
-    assert share_casts([part]) == (dtype == torch.float32)
+    assert share_input_casts([part]) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

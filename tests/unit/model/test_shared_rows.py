@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from hpc_tune.autotune.candidates import share_rows
-from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_batch
+from hpc_tune.autotune.candidates import row_sharing_layouts
+from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, costliest_batch, empty_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
 from hpc_tune.model.shared_rows import (
-    HeadsOfModule,
+    RankHeadsView,
     RowPart,
-    count_key_heads,
+    count_own_tokens,
+    count_repeated_key_heads,
+    cut_batch_to_rank,
     cut_documents,
-    own_tokens,
-    share_batch,
 )
 from hpc_tune.plan.resolve import gathered_keys_warnings
-from hpc_tune.step.layout import Layout, sharing_problems
+from hpc_tune.step.layout import Layout, row_sharing_problems
 from hpc_tune.step.slices import splits_heads
 from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
 from tests.support.older_transformers import skip_without
@@ -38,27 +38,27 @@ def batch_of_documents(rows):
     return make_batch(laid, 64, 0)
 
 
-def all_parts(batch, size, head_tail=False):
-    return [share_batch(batch, RowPart(rank, size, head_tail)) for rank in range(size)]
+def all_parts(batch, size, is_head_tail=False):
+    return [cut_batch_to_rank(batch, RowPart(rank, size, is_head_tail)) for rank in range(size)]
 
 
-def in_order(parts, head_tail):
+def in_order(parts, is_head_tail):
     """Return the tokens of whole rows from those that ranks have."""
-    if not head_tail:
+    if not is_head_tail:
         return torch.cat(parts, 1)
     halves = [part.chunk(2, 1) for part in parts]
     return torch.cat([head for head, _ in halves] + [tail for _, tail in halves[::-1]], 1)
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("is_head_tail", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_parts_of_a_batch_are_its_tokens(size, head_tail):
+def test_the_parts_of_a_batch_are_its_tokens(size, is_head_tail):
     batch = batch_of_documents([[5, 9, 3], [20], [4, 4]])
-    parts = all_parts(batch, size, head_tail)
+    parts = all_parts(batch, size, is_head_tail)
     width = batch.tokens_BT.shape[1]
     for name in ("tokens_BT", "labels_BT", "positions_BT"):
-        joined = in_order([getattr(part, name) for part in parts], head_tail)
-        assert joined.shape[1] % (2 * size if head_tail else size) == 0
+        joined = in_order([getattr(part, name) for part in parts], is_head_tail)
+        assert joined.shape[1] % (2 * size if is_head_tail else size) == 0
         if name != "positions_BT":
             assert joined[:, :width].equal(getattr(batch, name))
             continue
@@ -68,7 +68,7 @@ def test_the_parts_of_a_batch_are_its_tokens(size, head_tail):
     assert sum(part.num_loss_tokens for part in parts) == batch.num_loss_tokens
     assert sum(part.num_tokens for part in parts) == batch.num_tokens
     for rank, part in enumerate(parts):
-        assert own_tokens(batch, RowPart(rank, size, head_tail)) == (
+        assert count_own_tokens(batch, RowPart(rank, size, is_head_tail)) == (
             part.tokens_BT.numel(),
             part.num_loss_tokens,
         )
@@ -86,36 +86,38 @@ def test_positions_go_on_in_a_documents_next_part_and_padding_is_one_document():
 
 
 def test_a_row_without_padding_gets_it_where_ranks_do_not_divide_its_tokens():
-    part = share_batch(full_batch(2, 16), RowPart(2, 3))
+    part = cut_batch_to_rank(costliest_batch(2, 16), RowPart(2, 3))
     assert part.document_lengths == [[16, 2]] * 2
     assert part.positions_BT.tolist() == [[12, 13, 14, 15, 0, 1]] * 2
     assert part.labels_BT[0, -2:].tolist() == [IGNORED_LABEL] * 2
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("is_head_tail", [False, True])
 @pytest.mark.parametrize("form", ["answers", "pairs", "labels"])
-def test_an_empty_batch_is_one_token_of_each_slice(form, head_tail):
-    parts = all_parts(empty_batch(0, form), 4, head_tail)
-    assert [part.tokens_BT.shape for part in parts] == [(1, 1 + head_tail)] * 4
+def test_an_empty_batch_is_one_token_of_each_slice(form, is_head_tail):
+    parts = all_parts(empty_batch(0, form), 4, is_head_tail)
+    assert [part.tokens_BT.shape for part in parts] == [(1, 1 + is_head_tail)] * 4
     assert not any(part.num_loss_tokens for part in parts)
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
-def test_weights_of_tokens_go_with_them(head_tail):
+@pytest.mark.parametrize("is_head_tail", [False, True])
+def test_weights_of_tokens_go_with_them(is_head_tail):
     batch = batch_of_documents([[7, 6], [9]])
     batch = replace(batch, weights_N=torch.arange(batch.num_loss_tokens).float())
-    parts = all_parts(batch, 2, head_tail)
+    parts = all_parts(batch, 2, is_head_tail)
     losses_BT = torch.zeros_like(batch.labels_BT, dtype=torch.float32)
     losses_BT[batch.labels_BT != IGNORED_LABEL] = batch.weights_N
     for rank, part in enumerate(parts):
-        own = RowPart(rank, 2, head_tail)
-        own_BS = own.cut(F.pad(losses_BT, (0, -losses_BT.shape[1] % own.num_slices)))
+        own = RowPart(rank, 2, is_head_tail)
+        own_BS = own.cut_to_rank(F.pad(losses_BT, (0, -losses_BT.shape[1] % own.num_slices)))
         assert part.weights_N.equal(own_BS[part.labels_BT != IGNORED_LABEL])
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("is_head_tail", [False, True])
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one(name, head_tail):
+def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one(
+    name, is_head_tail
+):
     rng = random.Random(0)
     batch = batch_of_documents([[6, 9, 5, 8], [10, 7]])
     counts = torch.tensor([[5, 8], [4, 7], [9, 6]])  # of documents one token longer
@@ -133,17 +135,17 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     log_probs = LogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
     rows_N = (batch.labels_BT != IGNORED_LABEL).nonzero()
     for rank in range(3):
-        own = RowPart(rank, 3, head_tail)
-        part = share_batch(batch, own)
+        own = RowPart(rank, 3, is_head_tail)
+        part = cut_batch_to_rank(batch, own)
         columns = own.slices(3 * part.tokens_BT.shape[1])
         is_own = sum((rows_N[:, 1] >= s.start) & (rows_N[:, 1] < s.stop) for s in columns) > 0
         own_N = losses_N[is_own]
 
-        def add_up(own_P2):
+        def sum_over_ranks(own_P2):
             """Return the sum over ranks, with the gradient of this one's summand."""
             return own_P2 + (log_probs - own_P2).detach()
 
-        sums = objective.sums(own_N, part, add_up)
+        sums = objective.sums(own_N, part, sum_over_ranks)
         assert torch.allclose(sums, whole, rtol=1e-5, atol=1e-6)
         sums[0].backward()
     assert torch.allclose(losses_N.grad, wanted, rtol=1e-5, atol=1e-7)
@@ -152,7 +154,7 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
 
 def test_heads_of_keys_become_as_many_as_ranks_share_evenly():
     cases = {(8, 2): 8, (2, 4): 4, (6, 4): 12, (1, 8): 8, (10, 8): 40}
-    assert {case: count_key_heads(*case) for case in cases} == cases
+    assert {case: count_repeated_key_heads(*case) for case in cases} == cases
 
 
 def attend_causally(query, key, value, mask=None):
@@ -162,10 +164,10 @@ def attend_causally(query, key, value, mask=None):
     return out.transpose(1, 2)
 
 
-def stacked(tensors, size, head_tail):
+def stacked(tensors, size, is_head_tail):
     """Return what ranks have of rows' heads as rows."""
-    parts = [RowPart(rank, size, head_tail) for rank in range(size)]
-    return [torch.cat([part.cut(x, 2) for part in parts]) for x in tensors]
+    parts = [RowPart(rank, size, is_head_tail) for rank in range(size)]
+    return [torch.cat([part.cut_to_rank(x, 2) for part in parts]) for x in tensors]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_own_queries_have_the_keys_of_whole_rows(size):
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
 
     def attend(rank, *inputs):
-        return attend_causally(*inputs, RowPart(rank, size, True).cut(mask, 0))
+        return attend_causally(*inputs, RowPart(rank, size, True).cut_to_rank(mask, 0))
 
     found = StackedShare(size, True).attend(attend, *stacked(whole, size, True))
     out = attend_causally(*whole).transpose(1, 2)
@@ -214,9 +216,9 @@ def test_parts_of_documents_are_those_of_the_own_tokens():
 def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
     module = torch.nn.Module()
     module.sinks, module.scaling = torch.nn.Parameter(torch.arange(8.0)), 0.5
-    own = HeadsOfModule(module, 1, 4, 2, 1)
+    own = RankHeadsView(module, 1, 4, 2, 1)
     assert own.sinks.tolist() == [2, 3]
-    assert own.cut(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
+    assert own.cut_to_rank(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
     assert own.scaling == 0.5
     assert own.num_key_value_groups == 2
 
@@ -276,7 +278,7 @@ def test_what_does_not_divide_is_refused_with_what_does():
     config = AutoConfig.for_model(
         "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
-    assert sharing_problems(config, Layout(2, 2, context=2)) == []
+    assert row_sharing_problems(config, Layout(2, 2, context=2)) == []
     assert gathered_keys_warnings(config, Layout(2, 2, context=2)) == []
     [warning] = gathered_keys_warnings(config, Layout(2, 2, context=4))
     assert warning == (
@@ -287,9 +289,9 @@ def test_what_does_not_divide_is_refused_with_what_does():
     assert (splits_heads(config), splits_heads(fused)) == (True, False)
     assert gathered_keys_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
     assert not gathered_keys_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
-    [why] = sharing_problems(config, Layout(1, 4, context=3))
+    [why] = row_sharing_problems(config, Layout(1, 4, context=3))
     assert "which it must divide; use 1 or 2 or 4" in why
-    [why] = sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
+    [why] = row_sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
     assert "layers of conv in a lfm2 model" in why
 
 
@@ -302,19 +304,19 @@ def test_of_a_model_whose_layers_differ_in_heads_whole_rows_alone_are_laid_out()
             raise RuntimeError("a per-layer attribute")  # as transformers says it
 
     assert gathered_keys_warnings(Mixed(), Layout(2, 2)) == []
-    [why] = sharing_problems(Mixed(), Layout(2, 2, context=2))
+    [why] = row_sharing_problems(Mixed(), Layout(2, 2, context=2))
     assert "a mixed model differ in their numbers of heads" in why
-    assert share_rows([Layout(2, 2)], Mixed(), 1, 8) == ([], [])
+    assert row_sharing_layouts([Layout(2, 2)], Mixed(), 1, 8) == ([], [])
 
 
 def test_neighbours_share_rows_and_the_first_of_them_counts():
     layout = Layout(2, 4, tensor=2, pipeline=2, context=4)
     assert layout.size == 32
-    assert layout.data_size == 2
+    assert layout.data_parallel_size == 2
     assert layout.group_of(5, "context") == (1, 3, 5, 7)
     assert layout.group_of(30, "context") == (24, 26, 28, 30)
     places = [layout.coordinates(rank) for rank in range(32)]
-    assert sum(place.counts_rows for place in places) == layout.data_size
+    assert sum(place.represents_rows for place in places) == layout.data_parallel_size
     for ranks in layout.groups("context"):
         assert [places[rank].context for rank in ranks] == [0, 1, 2, 3]
         assert len({(places[r].data, places[r].tensor, places[r].pipeline) for r in ranks}) == 1

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.quantized_base import FourBitLinear
 from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.train.model import _log_ignored_parts
@@ -36,7 +36,7 @@ FAMILIES = {
 def model(request, tmp_path_factory):
     fields, expected, other = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("model") / request.param
-    write_tiny(folder)
+    write_tiny_model(folder)
     (folder / "model.safetensors").unlink()
     write_small_model(AutoConfig.for_model(request.param, **fields), folder)
     return folder, expected, other

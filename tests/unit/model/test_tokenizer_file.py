@@ -8,7 +8,7 @@ from tokenizers import processors as post
 from transformers import AutoTokenizer
 
 from hpc_tune.data.tokenizer import fingerprint, num_ids
-from hpc_tune.model.tokenizer import load_tokenizer, name_whole_file_class
+from hpc_tune.model.tokenizer import fix_exported_tokenizer_class, load_tokenizer
 
 TEXT = (
     "were021720250650anci In  2023 there were  650841823 people.\n  17 nodes, cafe\u0301 <|user|> "
@@ -94,7 +94,7 @@ def test_a_tokenizer_that_names_no_class_stays_as_it_is_and_nothing_is_said(tmp_
 
 def test_an_export_makes_stock_transformers_take_the_file_too(tmp_path):
     file = write(tmp_path, "GPT2Tokenizer")
-    name_whole_file_class(load_tokenizer(tmp_path), tmp_path)
+    fix_exported_tokenizer_class(load_tokenizer(tmp_path), tmp_path)
     stock = AutoTokenizer.from_pretrained(tmp_path)
     assert stock.backend_tokenizer.encode(TEXT).ids == file.encode(TEXT).ids
     assert (stock.bos_token, stock.eos_token) == ("<s>", "</s>")
@@ -103,7 +103,7 @@ def test_an_export_makes_stock_transformers_take_the_file_too(tmp_path):
 def test_an_export_of_a_tokenizer_that_all_read_alike_is_not_rewritten(tmp_path):
     write(tmp_path, "PreTrainedTokenizerFast")
     before = (tmp_path / "tokenizer_config.json").read_text()
-    name_whole_file_class(load_tokenizer(tmp_path), tmp_path)
+    fix_exported_tokenizer_class(load_tokenizer(tmp_path), tmp_path)
     assert (tmp_path / "tokenizer_config.json").read_text() == before
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
-from hpc_tune.batch import Batch, empty_batch, full_batch
+from hpc_tune.batch import Batch, costliest_batch, empty_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.context_parallel import share_attention
@@ -21,13 +21,13 @@ from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention
-from hpc_tune.model.shared_rows import RowPart, cut_documents, share_batch
+from hpc_tune.model.shared_rows import RowPart, cut_batch_to_rank, cut_documents
 from hpc_tune.model.varlen_attention import (
     DocumentParts,
     DocumentStarts,
     decode_window,
     encode_window,
-    make_starts,
+    make_document_starts,
     varlen_kernel_fault,
 )
 from hpc_tune.train.startup.architecture_check import StackedShare, stack_parts
@@ -101,21 +101,21 @@ def masks(monkeypatch):
 
 
 def test_starts_are_the_sums_of_all_rows_lengths():
-    starts = make_starts(LENGTHS, CPU)
+    starts = make_document_starts(LENGTHS, CPU)
     assert starts.starts_N.tolist() == STARTS
     assert starts.starts_N.dtype == torch.int32
     assert (starts.num_rows, starts.num_tokens, starts.longest) == (3, 16, 16)
     assert starts.is_packed
-    assert not make_starts([[4], [4]], CPU).is_packed
+    assert not make_document_starts([[4], [4]], CPU).is_packed
 
 
 def test_rows_of_several_lengths_are_no_batch():
     with pytest.raises(ValueError, match="unpack"):
-        make_starts([[4], [3]], CPU)
+        make_document_starts([[4], [3]], CPU)
 
 
 def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
-    mask_B1TT = make_starts([[2, 1], [3]], CPU).mask_B1TT()
+    mask_B1TT = make_document_starts([[2, 1], [3]], CPU).mask_B1TT()
     one = [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     other = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert mask_B1TT[:, 0].int().tolist() == [one, other]
@@ -123,8 +123,8 @@ def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
 
 def test_all_batches_of_a_run_bring_lengths():
     tokens = torch.arange(5).numpy(), torch.ones(5).numpy().astype(bool)
-    for made in (make_batch([[tokens, tokens]], 64, 0), full_batch(2, 8), empty_batch(0)):
-        starts = make_starts(made.document_lengths, CPU)
+    for made in (make_batch([[tokens, tokens]], 64, 0), costliest_batch(2, 8), empty_batch(0)):
+        starts = make_document_starts(made.document_lengths, CPU)
         assert (starts.num_rows, starts.num_tokens) == made.tokens_BT.shape
 
 
@@ -219,16 +219,16 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     positions_BT = batch().positions_BT
     find = masking_utils.find_packed_sequence_indices
     outside = find(positions_BT)
-    with batch_context.using(MicroBatch(starts=make_starts(LENGTHS, CPU))):
+    with batch_context.using(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
         inside = find(positions_BT)
-    for documents_BT in (outside, inside):
-        same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    for document_ids_BT in (outside, inside):
+        same = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
         assert torch.equal(same, same.transpose(1, 2))
     assert torch.equal(
         outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
     )
     whole_BT = torch.arange(16).expand(2, 16)
-    with batch_context.using(MicroBatch(starts=make_starts([[16], [16]], CPU))):
+    with batch_context.using(MicroBatch(starts=make_document_starts([[16], [16]], CPU))):
         assert find(whole_BT) is None
     assert find(whole_BT) is None
 
@@ -264,29 +264,29 @@ def test_a_kernel_without_windows_leaves_them_their_mask(masks):
     are_equal(found, by_mask(module))
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("is_head_tail", [False, True])
 @pytest.mark.parametrize("windows", [pytest.param(True, marks=BY_NAME), False])
 def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_them(
-    windows, head_tail
+    windows, is_head_tail
 ):
     whole, module = batch(), model_of("mistral", sliding_window=3)
     wanted = loss_and_grads(module)[0]
     CALLS.clear()
     module.kernel_has_windows = windows
-    share_attention(module, StackedShare(2, head_tail))
-    ranks = [RowPart(rank, 2, head_tail) for rank in range(2)]
+    share_attention(module, StackedShare(2, is_head_tail))
+    ranks = [RowPart(rank, 2, is_head_tail) for rank in range(2)]
     losses = []
     for row in range(3):
         tensors = (tensor[row : row + 1] for tensor in whole.tensors)
         one = replace(Batch(*tensors, 16, 16, row), document_lengths=LENGTHS[row : row + 1])
-        losses.append(module(stack_parts([share_batch(one, part) for part in ranks])))
+        losses.append(module(stack_parts([cut_batch_to_rank(one, part) for part in ranks])))
     assert sum(losses).item() == pytest.approx(wanted, rel=1e-6)
     assert {call["before"] for call in CALLS} == ({2} if windows else set())
 
 
 def test_keys_of_neighbouring_parts_are_taken_as_one_range():
     """And their gradients are added up where two slices see the same keys."""
-    parts = cut_documents([*LENGTHS, (12, 4)], RowPart(1, 2, head_tail=True))
+    parts = cut_documents([*LENGTHS, (12, 4)], RowPart(1, 2, is_head_tail=True))
     own = DocumentParts(parts)
     assert own.key_ranges == [
         *((0, 0, 8), (0, 5, 12), (1, 0, 8), (1, 0, 12)),
@@ -303,10 +303,8 @@ def test_keys_of_neighbouring_parts_are_taken_as_one_range():
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_the_mask_of_own_queries_is_their_rows_of_the_whole_one(window):
-    starts, places = (
-        make_starts(LENGTHS, CPU),
-        RowPart(1, 4, head_tail=True).cut(torch.arange(16), 0),
-    )
+    starts = make_document_starts(LENGTHS, CPU)
+    places = RowPart(1, 4, is_head_tail=True).cut_to_rank(torch.arange(16), 0)
     whole = starts.mask_B1TT(window)
     assert starts.mask_B1ST(places, window).equal(whole[:, :, places])
 
@@ -315,7 +313,7 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
-    with batch_context.using(MicroBatch(starts=make_starts([[16]], CPU))):
+    with batch_context.using(MicroBatch(starts=make_document_starts([[16]], CPU))):
         mask = _make_document_mask(
             **options, config=config, mask_function=masking_utils.causal_mask_function
         )
@@ -340,7 +338,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.using(MicroBatch(starts=make_starts(LENGTHS, CPU))):
+        with batch_context.using(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
             out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, values[1])
         return out_BTHD[0, LENGTHS[0][0] :]
@@ -353,15 +351,19 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
     assert torch.equal(second_documents(), before)
 
 
-@pytest.mark.parametrize("of_parts", [False, True])
+@pytest.mark.parametrize("queries_are_partial", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("values", "groups", "window"), [(64, 1, None), (64, 4, None), (256, 2, None), (64, 2, 70)]
 )
-def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, window, of_parts, caplog):
-    assert varlen_kernel_fault(CPU, dtype, values, groups, window, of_parts) == ""
+def test_the_check_lets_a_right_kernel_pass(
+    dtype, values, groups, window, queries_are_partial, caplog
+):
+    assert varlen_kernel_fault(CPU, dtype, values, groups, window, queries_are_partial) == ""
     assert not caplog.records
-    gaps = varlen_attention.compare_with_mask(CPU, dtype, values, groups, window, of_parts)
+    gaps = varlen_attention.compare_kernel_with_mask(
+        CPU, dtype, values, groups, window, queries_are_partial
+    )
     assert len(gaps) == 4
     # So much is left of the bar.
     assert max(gaps.values()) < 1.5 * torch.finfo(dtype).eps
@@ -376,7 +378,7 @@ def test_a_kernel_whose_first_query_is_at_the_first_key_takes_no_parts(monkeypat
 
     monkeypatch.setattr("tests.support.varlen_on_cpu._hidden", hide_by_first)
     assert varlen_kernel_fault(CPU, torch.bfloat16, 64, 2) == ""
-    why = varlen_kernel_fault(CPU, torch.bfloat16, 64, 2, of_parts=True)
+    why = varlen_kernel_fault(CPU, torch.bfloat16, 64, 2, queries_are_partial=True)
     assert "the last tokens of documents: torch's variable-length kernel is wrong here" in why
 
 

@@ -7,9 +7,9 @@ import pytest
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     GPU_CONTEXT_BYTES,
-    GROUP_BYTES,
+    NCCL_GROUP_BYTES,
     NVLS_BYTES,
-    context_bytes,
+    gpu_overhead_bytes,
     surely_fits,
     upper_bound_bytes,
 )
@@ -54,18 +54,18 @@ def test_the_ends_of_a_pipeline_that_train_one_weight_have_a_group(layout, more)
     ("ranks", "device", "groups", "wanted"),
     [
         (1, 80 * GIB, 0, GPU_CONTEXT_BYTES),
-        (4, 80 * GIB, 1, GPU_CONTEXT_BYTES + GROUP_BYTES),
-        (8, 80 * GIB, 3, GPU_CONTEXT_BYTES + 3 * GROUP_BYTES + NVLS_BYTES),
-        (8, 40 * GIB, 3, GPU_CONTEXT_BYTES + 3 * GROUP_BYTES),  # older than Hopper
+        (4, 80 * GIB, 1, GPU_CONTEXT_BYTES + NCCL_GROUP_BYTES),
+        (8, 80 * GIB, 3, GPU_CONTEXT_BYTES + 3 * NCCL_GROUP_BYTES + NVLS_BYTES),
+        (8, 40 * GIB, 3, GPU_CONTEXT_BYTES + 3 * NCCL_GROUP_BYTES),  # older than Hopper
     ],
 )
 def test_nccl_takes_memory_for_each_group_and_once_for_nvls(ranks, device, groups, wanted):
-    assert context_bytes(Machine(1, ranks, device, 512 * GIB), groups) == wanted
+    assert gpu_overhead_bytes(Machine(1, ranks, device, 512 * GIB), groups) == wanted
 
 
 def test_a_device_that_the_context_fills_is_never_said_to_have_room():
     layout, tiny = Layout(1, 8), Machine(1, 8, 3 * GIB, 64 * GIB)
-    beside = context_bytes(tiny, num_groups(layout, uses_fsdp=True))
+    beside = gpu_overhead_bytes(tiny, num_groups(layout, uses_fsdp=True))
     assert beside > GPU_CONTEXT_BYTES
     model = SimpleNamespace(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
     most = upper_bound_bytes(ModelSize(0, 100, 0, 400), layout, model, 0, tiny)

@@ -53,13 +53,13 @@ def test_a_hole_has_room_for_a_block_and_the_space_to_align_it():
 def test_holes_are_returned_by_a_trim_alone_and_then_taken_again():
     heap = Heap(trims=True)
     blocks = [heap.allocate(1 << 19) for _ in range(8)]
-    most = heap.resident
+    most = heap.resident_bytes
     assert 4 << 20 <= most < (4 << 20) + (1 << 14)
     for block in blocks[1::2]:
         heap.free(block)
     heap.allocate(64)
-    assert heap.resident > most - (1 << 20)  # but for a free end
+    assert heap.resident_bytes > most - (1 << 20)  # but for a free end
     heap.trim()
-    assert 2 << 20 <= heap.resident < (2 << 20) + (1 << 16)
+    assert 2 << 20 <= heap.resident_bytes < (2 << 20) + (1 << 16)
     heap.allocate(1 << 18)
-    assert heap.resident > (2 << 20) + (1 << 18)
+    assert heap.resident_bytes > (2 << 20) + (1 << 18)

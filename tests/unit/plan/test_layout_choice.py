@@ -187,9 +187,9 @@ def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():
     assert len(set(places)) == layout.size == 120
     assert [p.tensor for p in places[:5]] == [0, 1, 2, 3, 0]
     assert [p.shard for p in places[:13:4]] == [0, 1, 2, 0]
-    assert {p.data for p in places} == set(range(layout.data_size))
-    for data in range(layout.data_size):
-        assert sum(p.counts_rows for p in places if p.data == data) == 1
+    assert {p.data for p in places} == set(range(layout.data_parallel_size))
+    for data in range(layout.data_parallel_size):
+        assert sum(p.represents_rows for p in places if p.data == data) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.experts import find_stacks
+from hpc_tune.model.build import build, resolve_dtype
+from hpc_tune.model.experts import find_stacked_experts
 from hpc_tune.plan import memory_model, report
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
@@ -318,7 +318,7 @@ def test_a_model_of_small_tensors_is_read_in_small_pieces():
 
 @pytest.mark.parametrize("name", ["auto", "fp32", "bf16"])
 def test_on_cpus_a_plan_is_of_the_dtype_that_a_run_computes_with(name):
-    assert planned_dtype(name, on_gpu=False) == compute_dtype(name, torch.device("cpu"))
+    assert planned_dtype(name, on_gpu=False) == resolve_dtype(name, torch.device("cpu"))
 
 
 KINDS = ["sliding_attention", "full_attention"] * 3
@@ -381,9 +381,11 @@ def test_experts_that_lie_one_by_one_in_the_files_are_not_mapped(tmp_path):
     """By the shapes in the files: of a small mixture all but its stacks are there as they are."""
     write_mixture("qwen3_moe", tmp_path / "model")
     built = build(tmp_path / "model", torch.float32, TuneConfig(method="lora"), 0, weights=False)
-    stacks = sum(p.numel() for _, part in find_stacks(built.module) for p in part.parameters(False))
+    stacks = sum(
+        p.numel() for _, part in find_stacked_experts(built.module) for p in part.parameters(False)
+    )
     frozen = sum(p.numel() for p in built.module.parameters() if not p.requires_grad)
-    dtypes, largest, share = report._inspect_stored(tmp_path / "model", built)
+    dtypes, largest, share = report._inspect_stored_weights(tmp_path / "model", built)
     assert dtypes == {torch.float32}
     assert 0 < stacks < frozen
     assert share == pytest.approx(1 - stacks / frozen)
@@ -428,7 +430,7 @@ def test_the_optimizer_of_zero_is_this_ranks_share_of_copies_and_moments(stage):
         parallel=SimpleNamespace(zero_stage=stage), layout=SimpleNamespace(size=8)
     )
     trained = replace(TRACE, gradient_bytes=800 * MIB, optimizer_bytes=1600 * MIB)
-    assert memory_model.adapt_to_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
+    assert memory_model.adapt_to_deepspeed_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
 
 
 @pytest.mark.parametrize("governor", ["on", "off"])

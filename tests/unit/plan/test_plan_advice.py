@@ -8,11 +8,11 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import Phase
-from hpc_tune.model.config_json import find_nearest_shape
+from hpc_tune.model.config_json import find_nearest_model_shape
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine, requested_machine
 from hpc_tune.plan.memory_model import PhaseMemory
-from hpc_tune.plan.report import Remedy, check_remedies
+from hpc_tune.plan.report import Remedy, describe_sufficient_remedies
 from hpc_tune.train.startup.preflight import _describe_shortage
 
 GIB = 1 << 30
@@ -22,21 +22,25 @@ MORE = Remedy("more nodes")
 
 
 def test_only_what_is_enough_alone_is_advised():
-    said = check_remedies([RECOMPUTE, ROWS, MORE], lambda changes: "batch.micro_size" in changes)
+    said = describe_sufficient_remedies(
+        [RECOMPUTE, ROWS, MORE], lambda changes: "batch.micro_size" in changes
+    )
     assert said == ["batch.micro_size=20 instead of 40", "more nodes"]
 
 
 def test_a_number_is_lowered_until_the_run_fits_with_it():
-    said = check_remedies([ROWS], lambda changes: changes["batch.micro_size"] <= 16)
+    said = describe_sufficient_remedies([ROWS], lambda changes: changes["batch.micro_size"] <= 16)
     assert said == ["batch.micro_size=16 instead of 40"]
 
 
 def test_where_nothing_is_enough_alone_it_is_said_how_much_together_is():
-    assert check_remedies([RECOMPUTE, ROWS, MORE], lambda changes: len(changes) == 2) == [
+    assert describe_sufficient_remedies(
+        [RECOMPUTE, ROWS, MORE], lambda changes: len(changes) == 2
+    ) == [
         "together: parallel.recompute=full batch.micro_size=20",
         "more nodes",
     ]
-    assert check_remedies([RECOMPUTE, ROWS], lambda changes: False) == [
+    assert describe_sufficient_remedies([RECOMPUTE, ROWS], lambda changes: False) == [
         "not even with parallel.recompute=full batch.micro_size=20"
     ]
 
@@ -133,7 +137,7 @@ def test_submit_refuses_a_layout_that_its_job_has_not_the_ranks_for(capsys):
     ],
 )
 def test_a_model_that_is_not_here_is_planned_by_the_shape_likest_to_it(path, shape):
-    assert find_nearest_shape(path) == shape
+    assert find_nearest_model_shape(path) == shape
 
 
 def test_a_plan_without_the_model_names_a_shape(capsys):

@@ -8,7 +8,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.memory.policy import Phase
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import PhaseMemory, limit_by_host
+from hpc_tune.plan.memory_model import PhaseMemory, limit_tokens_by_host
 from hpc_tune.units import format_bytes
 
 GIB, SEQ_LEN = 1 << 30, 1 << 14
@@ -50,8 +50,8 @@ def test_pieces_take_less_of_a_device(plans):
     saved = whole.trace.peak_bytes - auto.trace.peak_bytes
     assert saved > INNER * BYTES * SEQ_LEN // 2
     assert auto.tokens_that_fit > whole.tokens_that_fit
-    assert "MLPs in 4 pieces of a row" in "\n".join(report.as_lines(auto, []))
-    assert "MLPs" not in "\n".join(report.as_lines(whole, []))
+    assert "MLPs in 4 pieces of a row" in "\n".join(report.plan_to_lines(auto, []))
+    assert "MLPs" not in "\n".join(report.plan_to_lines(whole, []))
 
 
 def test_a_model_without_mlps_that_can_be_cut_has_no_pieces(tmp_path):
@@ -60,7 +60,7 @@ def test_a_model_without_mlps_that_can_be_cut_has_no_pieces(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **experts, "num_local_experts": 4}))
     plan = planned(tmp_path, gpu=int(1.7 * GIB))
     assert plan.trace.row_pieces == 0
-    assert "MLPs" not in "\n".join(report.as_lines(plan, []))
+    assert "MLPs" not in "\n".join(report.plan_to_lines(plan, []))
     changes = [remedy.changes for remedy in plan.remedies]
     assert {"parallel.offload_activations": True} in changes
     assert not any("parallel.row_pieces" in (change or ()) for change in changes)
@@ -74,7 +74,7 @@ def test_inputs_of_blocks_are_on_the_host_but_for_a_few(plans):
     assert inputs * (BLOCKS - 3) / BLOCKS <= saved <= inputs
     assert moved.steady_phase.rank_bytes - auto.steady_phase.rank_bytes == inputs
     said = f"inputs of blocks on the host ({format_bytes(inputs)} per rank)"
-    assert said in "\n".join(report.as_lines(moved, []))
+    assert said in "\n".join(report.plan_to_lines(moved, []))
 
 
 def test_the_memory_of_a_node_ends_rows_whose_inputs_are_there(model):
@@ -86,8 +86,8 @@ def test_the_memory_of_a_node_ends_rows_whose_inputs_are_there(model):
     longer = room_bytes // (BLOCKS * HIDDEN * BYTES)
     assert small.tokens_that_fit == pytest.approx(SEQ_LEN + longer, abs=4)
     assert small.bound_by == "node"
-    assert ", by the memory of a node: " in "\n".join(report.as_lines(small, []))
-    assert report.from_json(report.as_json(small, [])).bound_by == "node"
+    assert ", by the memory of a node: " in "\n".join(report.plan_to_lines(small, []))
+    assert report.plan_from_json(report.plan_to_json(small, [])).bound_by == "node"
 
 
 @pytest.mark.parametrize(("host", "tokens"), [(200, 500), (240, 670), (100, 70), (60, 0)])
@@ -95,9 +95,9 @@ def test_a_node_holds_as_many_inputs_as_its_memory_has_room_for(host, tokens):
     # Two ranks of 85 bytes, of which 50 are the inputs of 500 tokens; 85% may be filled.
     steady = PhaseMemory(Phase.STEADY, 10, 85)
     machine = Machine(1, 2, 1000, host)
-    assert limit_by_host(10_000, [steady], machine, 50, 500) == (tokens, "node")
-    assert limit_by_host(tokens, [steady], machine, 50, 500) == (tokens, "GPU")
-    assert limit_by_host(10_000, [steady], machine, 0, 500) == (10_000, "")
+    assert limit_tokens_by_host(10_000, [steady], machine, 50, 500) == (tokens, "node")
+    assert limit_tokens_by_host(tokens, [steady], machine, 50, 500) == (tokens, "GPU")
+    assert limit_tokens_by_host(10_000, [steady], machine, 0, 500) == (10_000, "")
 
 
 def test_what_helps_long_rows_is_advised_where_all_else_is_recomputed(model):

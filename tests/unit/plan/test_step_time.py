@@ -106,10 +106,10 @@ def test_stages_gather_one_after_the_other_or_with_each_micro_batch():
     # The stages gather 5/8 and 3/8 of 800 MB over two ranks; 4 micro-batches, the adapters' 5/8.
     adapters_s = 2 * 1 / 2 * 0.625e6 / 1e9
     found = seconds(layout, net, reshard="step")
-    hops_s = 2 * 20_000 / (1e9 / 2)
-    assert found.comm_s == pytest.approx(0.25 + 0.15 + adapters_s + hops_s, rel=1e-3)
+    stage_hops_s = 2 * 20_000 / (1e9 / 2)
+    assert found.comm_s == pytest.approx(0.25 + 0.15 + adapters_s + stage_hops_s, rel=1e-3)
     found = seconds(layout, net, reshard="micro")
-    assert found.seconds == pytest.approx(4 * 0.75 + 0.65 + adapters_s + hops_s, rel=1e-3)
+    assert found.seconds == pytest.approx(4 * 0.75 + 0.65 + adapters_s + stage_hops_s, rel=1e-3)
 
 
 def test_a_pipelines_messages_take_time_twice_or_hold_up_every_micro_batch():
@@ -146,8 +146,8 @@ def test_each_stage_of_a_pipeline_sums_up_its_own_blocks():
         stages_s = [num * (10 * 0.01 / 2 + 4 * one_s) for num in blocks]
         # The first has the embedding's sum in place of its first block's last, the last the head's.
         stages_s[-1] += 10 * head_s / 2 + one_s + 2 * 1 / 2 * 10 * 3 * 4 / 1e6
-        hops_s = 3 * 20_000 / 1e6
-        assert found.seconds == pytest.approx(7 * max(stages_s) + sum(stages_s) + 2 * hops_s)
+        stage_hops_s = 3 * 20_000 / 1e6
+        assert found.seconds == pytest.approx(7 * max(stages_s) + sum(stages_s) + 2 * stage_hops_s)
 
 
 def test_where_processors_are_shared_a_waiting_rank_gives_its_own_away():
@@ -194,8 +194,8 @@ def test_what_collectives_were_measured_to_take_corrects_what_links_promise():
         CollectiveTime("all-gather", 2_000_000, 3.5, 0.0),  # 3 s, promised are 1/2 x 2
     )
     net = Network.from_links(Links((pair,), measured), (0, 1))
-    assert net.ring_s("all_gather", [[0, 1]], 2e6) == pytest.approx(3.0)
-    assert net.ring_s("all_reduce", [[0, 1]], 1e6) == pytest.approx(1.0)
+    assert net.collective_s("all_gather", [[0, 1]], 2e6) == pytest.approx(3.0)
+    assert net.collective_s("all_reduce", [[0, 1]], 1e6) == pytest.approx(1.0)
     assert seconds(Layout(2, 1), net).comm_s == pytest.approx(1.0)
 
 
@@ -246,9 +246,9 @@ def test_blocks_wait_for_copies_of_their_inputs_that_take_longer_than_they(
 def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
     pairs = tuple(Link((a, b), (a, b), 0.0, 2e6, 1e6) for a in range(4) for b in range(a + 1, 4))
     net = Network.from_links(Links(pairs, ()), range(4))
-    assert net.ring_s("all_gather", [[0, 1], [2, 3]], 4e6) == pytest.approx(1 / 2 * 4)
-    assert net.ring_s("all_gather", [[0, 1, 2, 3]], 4e6) == pytest.approx(3 / 4 * 2)
-    assert net.ring_s("all_reduce", [[0, 1], [2, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 2)
+    assert net.collective_s("all_gather", [[0, 1], [2, 3]], 4e6) == pytest.approx(1 / 2 * 4)
+    assert net.collective_s("all_gather", [[0, 1, 2, 3]], 4e6) == pytest.approx(3 / 4 * 2)
+    assert net.collective_s("all_reduce", [[0, 1], [2, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 2)
 
 
 def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node():
@@ -258,12 +258,12 @@ def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node()
         for b in range(a + 1, 4)
     ]
     net = Network.from_links(Links(tuple(pairs), ()), (0, 0, 1, 1))
-    assert net.ring_s("all_to_all", [[0, 1]], 4e6) == pytest.approx(1 / 2 * 4 / 4)
+    assert net.collective_s("all_to_all", [[0, 1]], 4e6) == pytest.approx(1 / 2 * 4 / 4)
     # A quarter for each of the two on the other node, by both ranks of a node.
-    assert net.ring_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 * 2 / 4 * 4)
-    assert net.ring_s("all_to_all", [[0, 2], [1, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 4)
+    assert net.collective_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 * 2 / 4 * 4)
+    assert net.collective_s("all_to_all", [[0, 2], [1, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 4)
     wide = replace(net, lanes=2.0)
-    assert wide.ring_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 / 4 * 4)
+    assert wide.collective_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 / 4 * 4)
 
 
 def test_a_pair_that_was_not_measured_is_as_another_of_its_nodes():

@@ -23,8 +23,14 @@ from hpc_tune import torch_versions
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import build
-from hpc_tune.model.config_json import shape_directory
-from hpc_tune.plan.traced_memory import KERNEL_BYTES, OBJECTS, Heap, TracedMemory, scratch_bytes
+from hpc_tune.model.config_json import resolve_model_directory
+from hpc_tune.plan.traced_memory import (
+    ONEDNN_KERNEL_BYTES,
+    SMALL_OBJECT_BYTES,
+    Heap,
+    TracedMemory,
+    attention_scratch_bytes,
+)
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import measure, static_bytes
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
@@ -121,7 +127,7 @@ def test_moments_in_8_bits_are_a_byte_each_and_a_scale_for_256():
     report = trace("llama3_8b", 8, *words, "optim.name=adamw_8bit", "--quick")
     num_values = report["weight_bytes"] // 4
     assert report["optimizer_bytes"] == 2 * (num_values + 4 * num_values // 256)
-    shape, tune = shape_directory("shape:llama3-8b"), TuneConfig(method="full")
+    shape, tune = resolve_model_directory("shape:llama3-8b"), TuneConfig(method="full")
     built = build(shape, torch.bfloat16, tune, 0, weights=False)
     account = static_bytes(measure(built.module, is_8bit=True), Layout(1, 8))
     assert account == pytest.approx(sum(report[n] for n in STATE), rel=1e-3)  # but for norms
@@ -179,13 +185,13 @@ def test_the_other_configurations_fit_their_gpus(name, world, most):
 )
 def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     report = trace(name, world)
-    shape = shape_directory(f"shape:{name.replace('_', '-')}")
+    shape = resolve_model_directory(f"shape:{name.replace('_', '-')}")
     built = build(shape, torch.bfloat16, TuneConfig(), 0, weights=False)
     assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
 
 
 def small_llama(folder: Path, **more: Any) -> None:
-    shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
+    shape = json.loads((resolve_model_directory("shape:llama3-8b") / "config.json").read_text())
     small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     text = json.dumps({**shape, **small, **heads, "vocab_size": 4096, **more})
@@ -209,7 +215,7 @@ for settings in json.loads(sys.argv[2]):
     for trace.FakeTensorMode in (fake, lambda **_: contextlib.nullcontext()):
         step = trace.make_traced_step(config, world)
         if config.model.dtype == "fp32":
-            on_cpu = {"for_gpu": False, "has_kernel": False, "has_tiles": True}
+            on_cpu = {"for_gpu": False, "has_kernel": False, "has_tiled_attention": True}
             step = dataclasses.replace(step, **on_cpu)
         report = trace.trace_step(step)
         reports.append({**dataclasses.asdict(report), "trace_s": 0})
@@ -279,10 +285,13 @@ def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
     sums = 4 * (1000 + 5 * 128) * 8 * (96 + 1)  # 80 values are rounded up to 96
     gradients = 2 * 1000 * 80 * (8 + 2 + 2)
     for_each_head = 2 * 1000 * 80 * (8 + 8)
-    found = scratch_bytes((1000, 8, 80), (1000, 2), 5)
+    found = attention_scratch_bytes((1000, 8, 80), (1000, 2), 5)
     assert found == sums + gradients + for_each_head
-    assert scratch_bytes((1000, 8, 80), (1000, 8), 5) == sums + 2 * 1000 * 80 * 24
-    assert scratch_bytes((1000, 8, 160), (1000, 8), 5) == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
+    assert attention_scratch_bytes((1000, 8, 80), (1000, 8), 5) == sums + 2 * 1000 * 80 * 24
+    assert (
+        attention_scratch_bytes((1000, 8, 160), (1000, 8), 5)
+        == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
+    )
 
 
 def test_zero_is_refused():
@@ -343,11 +352,11 @@ def test_what_a_heap_takes_is_counted_beside_what_is_mapped():
 def test_gloo_makes_a_copy_of_what_it_gathers_for_as_long_as_it_takes(monkeypatch):
     memory, during = TracedMemory(heap_block_bytes=0), []
     gather = lambda *_: during.append(memory.live_bytes)  # noqa: E731
-    monkeypatch.setattr(CountedCollectives, "gather_shards", gather)
+    monkeypatch.setattr(CountedCollectives, "all_gather_uncounted", gather)
     collectives = hpc_tune.plan.trace._FakeCollectives(torch.device("cpu"), like_gloo=True)
     with FakeTensorMode(), memory.watch():
         own, gathered = torch.zeros(25), torch.zeros(100)
-        collectives.gather_shards(gathered, own, None, False)
+        collectives.all_gather_uncounted(gathered, own, None, False)
         assert during == [100 + 400 + 400]
         assert memory.live_bytes == 500
         del own, gathered
@@ -375,7 +384,7 @@ def test_kernels_of_products_in_16_bits_stay_in_the_heap():
                 factor = torch.empty(16, width, dtype=dtype)
                 for _ in range(2):
                     factor.t() @ factor
-        assert least * KERNEL_BYTES < memory.heap_peak_bytes < most * KERNEL_BYTES
+        assert least * ONEDNN_KERNEL_BYTES < memory.heap_peak_bytes < most * ONEDNN_KERNEL_BYTES
 
 
 def test_a_product_that_is_grouped_by_expert_fills_the_kernels_that_are_kept():
@@ -386,7 +395,7 @@ def test_a_product_that_is_grouped_by_expert_fills_the_kernels_that_are_kept():
             x_SI, weight_EIO = torch.empty(32, 16, dtype=dtype), torch.empty(4, 16, 8, dtype=dtype)
             if dtype == torch.bfloat16:
                 torch_versions.grouped_mm(x_SI, weight_EIO, offs=torch.ones(4).int())
-            assert memory.kernel_bytes == kept * KERNEL_BYTES
+            assert memory.kernel_bytes == kept * ONEDNN_KERNEL_BYTES
 
 
 ASKED = """
@@ -446,13 +455,11 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
         pytest.skip("needs glibc")
     planned = taken = alive_at_most = 0
     for seed in range(12):
-        steps, heap, blocks, alive, most = (
-            blocks_of_a_step(random.Random(seed), 12),
-            Heap(),
-            {},
-            {},
-            0,
-        )
+        steps = blocks_of_a_step(random.Random(seed), 12)
+        heap = Heap()
+        blocks = {}
+        alive = {}
+        most = 0
         for name, size in steps:
             if size:
                 blocks[name], alive[name] = heap.allocate(size), size
@@ -461,7 +468,7 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
                 del alive[name]
             most = max(most, sum(alive.values()))
         words = [sys.executable, "-c", ASKED]
-        given = json.dumps([OBJECTS, steps])
+        given = json.dumps([SMALL_OBJECT_BYTES, steps])
         past = {**os.environ, "OF_ANOTHER_LENGTH": "a" * (977 * seed)}  # other holes to begin with
         done = subprocess.run(
             words, input=given, capture_output=True, text=True, check=True, env=past
@@ -559,9 +566,9 @@ def test_a_heap_that_returns_large_blocks_takes_what_glibcs_does_and_after_a_tri
                 else:
                     blocks[name] = heap.allocate_objects()
                     mapped[name] = size
-                most = max(most, heap.resident + sum(mapped.values()))
+                most = max(most, heap.resident_bytes + sum(mapped.values()))
             planned[phase] += most
-        given = json.dumps([OBJECTS, phases])
+        given = json.dumps([SMALL_OBJECT_BYTES, phases])
         done = subprocess.run(
             [sys.executable, "-c", USED], input=given, capture_output=True, text=True, check=True
         )

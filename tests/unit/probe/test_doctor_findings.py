@@ -26,7 +26,7 @@ from hpc_tune.probe.software import CompiledOps
 from hpc_tune.probe.topology import NO_NVML, NetworkCard, NodeGpu, Topology
 
 GIB = 1 << 30
-UNUSED = UnusedGpus("torch finds no GPU on n1", is_refused=True)
+UNUSED = UnusedGpus("torch finds no GPU on n1", is_error=True)
 CARD = NetworkCard("mlx5_0", "ACTIVE", "400 Gb/sec", 0, (0,))
 GPUS = (NodeGpu("a", "H100", "0000:17:00.0", 0, 18), NodeGpu("b", "H100", "0000:3d:00.0", 0, 18))
 NODE = Topology(GPUS, {"0-1": "NVLink"}, (CARD,), "580.1", "13.0")
@@ -578,7 +578,7 @@ def test_ranks_that_share_cores_are_not_compared():
 )
 def test_the_report_tells_how_fast_a_rank_multiplies(found, line):
     ranks = world((1, {"products": found}))
-    lines = doctor_lines(ranks, Links((), ()), [], colours=False)
+    lines = doctor_lines(ranks, Links((), ()), [], uses_colors=False)
     [place] = [number for number, text in enumerate(lines) if text.startswith("  rank 1 ")]
     assert lines[place + 1].strip() == line
     assert report_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
@@ -612,7 +612,7 @@ def test_the_report_has_each_rank_and_each_finding():
     small, large = (CollectiveTime("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
     all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
     found = find_problems(ranks, all_links)
-    text = "\n".join(doctor_lines(ranks, all_links, found, colours=False))
+    text = "\n".join(doctor_lines(ranks, all_links, found, uses_colors=False))
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
         "torch is built for CUDA 12.8, the driver is 580.1 and has 13.0; NCCL 2.28",
@@ -632,7 +632,7 @@ def test_the_report_has_each_rank_and_each_finding():
     ):
         assert words in text, text
     assert "\033" not in text
-    assert "\033[31mERROR" in "\n".join(doctor_lines(ranks, all_links, found, colours=True))
+    assert "\033[31mERROR" in "\n".join(doctor_lines(ranks, all_links, found, uses_colors=True))
     assert report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
 
 

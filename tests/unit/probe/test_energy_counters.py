@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.probe import gpu_state
-from hpc_tune.probe.gpu_state import EnergyCounter, EnergyMeter, find_counters, joules_between
+from hpc_tune.probe.gpu_state import (
+    EnergyCounter,
+    EnergyMeter,
+    find_energy_counters,
+    joules_between,
+)
 
 WRAP = 262_143_328_850  # microjoules, as Intel's packages have it
 
@@ -58,7 +63,7 @@ def no_driver(monkeypatch):
 def measured(folder, change, gpus=(), seconds=10.0):
     """What the parts of a node took between two readings, with ``change`` between them."""
     clock = Clock()
-    meter = EnergyMeter(find_counters(gpus, folder), clock)
+    meter = EnergyMeter(find_energy_counters(gpus, folder), clock)
     change()
     clock.now_s = seconds
     return meter.end()
@@ -92,7 +97,7 @@ def test_a_counter_that_begins_again_goes_on(tmp_path, no_driver):
 def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
     tmp_path, no_driver, monkeypatch
 ):
-    monkeypatch.setattr(gpu_state, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(gpu_state, "READ_COUNTERS_EVERY_S", 0.01)
     used = iter([90.0, 30.0, 60.0, 0.0])  # twice beyond 100
     all_read = threading.Event()
     clock = Clock()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_tune.probe.fabric import format_version, read_nccl, read_version
+from hpc_tune.probe.fabric import format_nccl_version, read_nccl, read_nccl_version
 from tests.support.ranks import ROOT
 
 MAPS = """\
@@ -102,7 +102,7 @@ def test_the_loader_s_cache_and_folders_come_after_the_variable(root):
     [(22705, "2.27.5"), (23004, "2.30.4"), (2804, "2.8.4"), (21803, "2.18.3")],
 )
 def test_the_number_of_a_version_in_words(number, version):
-    assert format_version(number) == version
+    assert format_nccl_version(number) == version
 
 
 LOADED = """
@@ -122,8 +122,8 @@ def test_a_real_library_is_asked_and_one_without_the_function_is_not(tmp_path):
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
     source.write_text("int ncclGetVersion(int *number) { *number = 22803; return 0; }\n")
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
-    assert read_version(str(library)) == "2.28.3"
-    assert read_version(str(tmp_path / "none.so")) == ""
+    assert read_nccl_version(str(library)) == "2.28.3"
+    assert read_nccl_version(str(tmp_path / "none.so")) == ""
     # In a process of its own: a torch for GPUs has loaded its own NCCL into this one.
     words = [sys.executable, "-c", LOADED, str(library)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)

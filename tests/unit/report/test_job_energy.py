@@ -23,7 +23,7 @@ def events(*jobs):
             "other jobs there",
         ),
         (
-            [JobEnergy("7", 3.6e6, of_steps=True), JobEnergy("8", why="it is not over")],
+            [JobEnergy("7", 3.6e6, is_sum_of_steps=True), JobEnergy("8", why="it is not over")],
             3.6e6,
             "Slurm counted 1.00 kWh for the nodes of job 7, from start to end, including other "
             "jobs there; this is the sum of job steps, several of which can count the same node; "
@@ -43,13 +43,13 @@ def test_what_is_known_is_added_up_and_what_is_not_is_named(told, joules, words)
         asked.append((scheduler, starts))
         return told
 
-    found = find_jobs_energy(events("7", "8", "7"), asks=True, ask=ask)
+    found = find_jobs_energy(events("7", "8", "7"), asks_scheduler=True, ask=ask)
     assert found == JobsEnergy(joules, words)
     assert asked == [("Slurm", [("7", 0.0), ("8", 10.0), ("7", 20.0)])]
 
 
 def test_a_report_that_a_job_writes_asks_nobody():
-    found = find_jobs_energy(events("7"), asks=False, ask=lambda *_: pytest.fail("asked"))
+    found = find_jobs_energy(events("7"), asks_scheduler=False, ask=lambda *_: pytest.fail("asked"))
     assert found.joules is None
     assert found.words.startswith("Slurm was not asked, since a job's energy is known only after")
 
@@ -64,4 +64,4 @@ def test_a_report_that_a_job_writes_asks_nobody():
     ],
 )
 def test_a_run_without_jobs_of_slurm_says_nothing(event):
-    assert find_jobs_energy([event], asks=True) is None
+    assert find_jobs_energy([event], asks_scheduler=True) is None

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from hpc_tune.checkpoint.locate import list_checkpoints
+from hpc_tune.checkpoint.locate import describe_checkpoints
 from hpc_tune.data.order import MixturePhase, MixtureSource
 from hpc_tune.report import watch as watching
 from hpc_tune.report.page import source_rows
@@ -61,10 +61,10 @@ def test_inspect_says_what_the_newest_checkpoint_has_had_of_each_source(tmp_path
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
         give_manifest(folder, loader=state)
-    lines, are_valid = list_checkpoints(tmp_path, check_bytes=False)
+    lines, are_valid = describe_checkpoints(tmp_path, check_bytes=False)
     assert are_valid
     said = "step-00000002  source {}, weight 0.5: 6 rows, 0.60 passes, 60 learned tokens, 50.00%"
     assert [said.format(name) in "\n".join(lines) for name in parts] == [True, True]
     give_manifest(folder, loader={"rows": 12, "phases": []})
-    lines, _ = list_checkpoints(tmp_path, check_bytes=False)
+    lines, _ = describe_checkpoints(tmp_path, check_bytes=False)
     assert "its mixture cannot be read: it names no phase" in lines[-1]

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from hpc_tune import cli
-from hpc_tune.config.load import field_names
+from hpc_tune.config.load import setting_names
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.safe_yaml import load_yaml
 
@@ -67,7 +67,7 @@ def taken_by(field, value):
 
 
 def test_each_setting_that_messages_propose_is_one():
-    unknown = {(file, name) for file, name, _ in SETTINGS if name not in field_names()}
+    unknown = {(file, name) for file, name, _ in SETTINGS if name not in setting_names()}
     assert not unknown
     assert len(SETTINGS) > 100, "the search finds what it found"
 

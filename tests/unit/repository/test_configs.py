@@ -11,7 +11,7 @@ import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.config_json import shape_directory
+from hpc_tune.model.config_json import resolve_model_directory
 from hpc_tune.model.language import read_language_config
 from hpc_tune.plan.resolve import check_layout, choose_layout, open_shape
 from hpc_tune.step.size import ModelSize, measure
@@ -53,11 +53,11 @@ def test_the_layout_fits_the_launch_line_and_the_model(name):
     found = re.search(r"mpirun -np (\d+)", file.read_text())
     layout, _ = choose_layout(config.parallel, int(found[1]), ModelSize(1, 1, 2, 4), 80 << 30)
     assert layout.size == int(found[1])
-    shape = read_language_config(shape_directory(f"shape:{SHAPED[name]}"))
+    shape = read_language_config(resolve_model_directory(f"shape:{SHAPED[name]}"))
     check_layout(layout, config.parallel, shape)
     stretched = (config.model.rope_scaling or {}).get("factor", 1)
     assert config.data.seq_len <= stretched * shape.max_position_embeddings
-    assert config.batch.global_size % layout.data_size == 0
+    assert config.batch.global_size % layout.data_parallel_size == 0
 
 
 @pytest.mark.soak

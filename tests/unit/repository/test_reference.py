@@ -1,7 +1,7 @@
 import ast
 import sys
 
-from hpc_tune.config.load import field_names
+from hpc_tune.config.load import setting_names
 from hpc_tune.rundir.facts import ENERGY_EVENT
 from hpc_tune.rundir.json_lines import EVENT_FIELDS, EVENT_KINDS
 from tests.support.ranks import ROOT
@@ -14,7 +14,7 @@ import reference  # noqa: E402
 def test_the_page_of_settings_is_what_the_tool_writes():
     written = (ROOT / "docs" / "settings.md").read_text()
     assert written == reference.settings_page(), "run python tools/reference.py"
-    assert all(f"| `{name}` |" in written for name in field_names())
+    assert all(f"| `{name}` |" in written for name in setting_names())
 
 
 def test_the_page_of_files_has_every_field_as_it_is_declared():

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from hpc_tune.checkpoint.store import Store, find_damage
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import EXIT_USER, DataError, DiskError, NoRightError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.errors import EXIT_USER_ERROR, DataError, DiskError, NoRightError
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.weights import index_files
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.rundir.owner import AnothersError, RunLock, make_owner, require_permissions
 from hpc_tune.train.job import _make_run_dir
 
@@ -53,7 +53,7 @@ def run_dir():
 
 def begin(run_dir: Path, umask: int) -> None:
     with user(ANNA, GROUP, umask=umask):
-        Events(run_dir / "events.jsonl").close()
+        EventsWriter(run_dir / "events.jsonl").close()
         (run_dir / "logs").mkdir()
         (run_dir / "logs" / "rank-3.txt").write_text("begun\n")
         (run_dir / "outcome.json").write_text("{}")
@@ -83,7 +83,7 @@ def test_a_start_of_another_user_is_refused_by_whose_files_they_are_and_changes_
     assert f"this runs as user {BEN}" in said
     assert f"user {ANNA} runs chmod -R g+rwX {run_dir} once, and umask 002 before" in said
     assert "chgrp" not in said
-    assert refused.value.exit_code == EXIT_USER
+    assert refused.value.exit_code == EXIT_USER_ERROR
     assert contents(run_dir) == before
 
 
@@ -107,11 +107,11 @@ def test_what_only_other_ranks_or_later_saves_write_is_found_at_the_start(run_di
 def test_an_open_that_is_refused_anywhere_is_the_users_to_mend(run_dir):
     begin(run_dir, umask=0o022)
     with user(BEN, GROUP), pytest.raises(PermissionError) as refused:
-        Events(run_dir / "events.jsonl")
+        EventsWriter(run_dir / "events.jsonl")
     with user(BEN, GROUP):
         error = DiskError.from_os_error(refused.value, "opening the events")
     assert error is not None
-    assert error.exit_code == EXIT_USER
+    assert error.exit_code == EXIT_USER_ERROR
     assert "Permission denied: " in str(error)
     assert f"is a file of user {ANNA}" in str(error)
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_may_not_be_read_is_neither_damaged_nor_tried_again(ru
     (checkpoint / "manifest.json").chmod(0o600)
     with user(BEN, GROUP), pytest.raises(NoRightError, match=f"a file of user {ANNA}") as refused:
         find_damage(checkpoint)
-    assert refused.value.exit_code == EXIT_USER
+    assert refused.value.exit_code == EXIT_USER_ERROR
 
 
 def test_weights_that_may_not_be_read_are_not_called_damaged(run_dir):
@@ -139,7 +139,7 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(run_dir):
 def test_files_of_the_tiny_model_have_the_rights_of_the_umask(run_dir):
     mask = os.umask(0o002)
     try:
-        write_tiny(run_dir / "builtin-tiny")
+        write_tiny_model(run_dir / "builtin-tiny")
     finally:
         os.umask(mask)
     modes = {

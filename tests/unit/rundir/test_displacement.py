@@ -5,13 +5,18 @@ import math
 import pytest
 
 from hpc_tune.checkpoint.state import Evals
-from hpc_tune.rundir.facts import MIN_FALLS, displacement_warning, extend_streak, longest_streak
+from hpc_tune.rundir.facts import (
+    MIN_LOG_PROB_FALLS,
+    displacement_warning,
+    extend_falling_streak,
+    longest_falling_streak,
+)
 
 
 def streak_of(values):
     streak = ()
     for value in values:
-        streak = extend_streak(streak, value)
+        streak = extend_falling_streak(streak, value)
     return streak
 
 
@@ -32,7 +37,7 @@ def test_a_streak_is_what_falls_without_a_break(values, streak):
 
 
 def test_a_warning_needs_three_falls_and_has_the_figures():
-    assert MIN_FALLS == 3
+    assert MIN_LOG_PROB_FALLS == 3
     assert displacement_warning((-2.0, -2.1, -2.2)) is None
     said = displacement_warning((-2.0, -2.1, -2.2, -2.5))
     assert "in 3 evaluations in a row, from -2.000 to -2.500 per token" in said
@@ -40,9 +45,9 @@ def test_a_warning_needs_three_falls_and_has_the_figures():
 
 
 def test_the_longest_streak_of_a_run_is_found_wherever_it_is():
-    assert longest_streak([-1.0, -1.1, -1.2, -1.0, -1.1]) == (-1.0, -1.1, -1.2)
-    assert longest_streak([-1.0, -1.1, -1.0, -1.2]) == (-1.0, -1.2)
-    assert longest_streak([]) == ()
+    assert longest_falling_streak([-1.0, -1.1, -1.2, -1.0, -1.1]) == (-1.0, -1.1, -1.2)
+    assert longest_falling_streak([-1.0, -1.1, -1.0, -1.2]) == (-1.0, -1.2)
+    assert longest_falling_streak([]) == ()
 
 
 def test_a_run_that_resumes_goes_on_counting():

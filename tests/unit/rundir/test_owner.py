@@ -14,13 +14,13 @@ import pytest
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir.owner import (
-    LIVE_FILE,
+    LOCK_FILE,
     MovedError,
     RunLock,
     is_owner_alive,
     make_owner,
     read_nonce,
-    release_run,
+    release_lock,
     require_shared_dir,
 )
 
@@ -42,9 +42,9 @@ def mark(folder, me=HERE, lost=lambda error: None, touch_every_s=0.05, silent_s=
 
 def left(folder, owner, age_s=0.0):
     """Leave the mark of ``owner``, touched that long ago."""
-    (folder / LIVE_FILE).write_text(json.dumps(asdict(owner)))
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
     then_s = time.time() - age_s
-    os.utime(folder / LIVE_FILE, (then_s, then_s))
+    os.utime(folder / LOCK_FILE, (then_s, then_s))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_whether_an_owner_lives_is_known_here_or_from_a_requeue(owner, known):
 def test_a_folder_is_taken_touched_and_given_back(tmp_path):
     own = mark(tmp_path)
     own.acquire()
-    assert read_nonce(tmp_path / LIVE_FILE) == "mine"
-    os.utime(tmp_path / LIVE_FILE, (1, 1))
+    assert read_nonce(tmp_path / LOCK_FILE) == "mine"
+    os.utime(tmp_path / LOCK_FILE, (1, 1))
     until_s = time.monotonic() + 60
-    while (tmp_path / LIVE_FILE).stat().st_mtime < 2:
+    while (tmp_path / LOCK_FILE).stat().st_mtime < 2:
         assert time.monotonic() < until_s
         time.sleep(0.01)
     own.close()
@@ -92,7 +92,7 @@ def test_a_job_on_another_host_is_refused_when_it_gives_a_sign(tmp_path):
 
     def touch():
         while not over.wait(0.05):
-            os.utime(tmp_path / LIVE_FILE)
+            os.utime(tmp_path / LOCK_FILE)
 
     thread = threading.Thread(target=touch)
     thread.start()
@@ -100,7 +100,7 @@ def test_a_job_on_another_host_is_refused_when_it_gives_a_sign(tmp_path):
         mark(tmp_path, silent_s=600).acquire()
     over.set()
     thread.join()
-    assert read_nonce(tmp_path / LIVE_FILE) == "theirs"
+    assert read_nonce(tmp_path / LOCK_FILE) == "theirs"
 
 
 @pytest.mark.parametrize("owner", [gone(), replace(FAR, job="7", restart="1")])
@@ -108,7 +108,7 @@ def test_what_is_known_to_be_gone_is_taken_over_at_once(tmp_path, owner):
     left(tmp_path, owner)
     own = mark(tmp_path, silent_s=1e9)
     own.acquire()
-    assert read_nonce(tmp_path / LIVE_FILE) == "mine"
+    assert read_nonce(tmp_path / LOCK_FILE) == "mine"
     own.close()
 
 
@@ -116,11 +116,11 @@ def test_what_is_known_to_be_gone_is_taken_over_at_once(tmp_path, owner):
 def test_what_gives_no_sign_for_long_is_taken_over(tmp_path, text):
     left(tmp_path, FAR)
     if text is not None:
-        (tmp_path / LIVE_FILE).write_text(text)
+        (tmp_path / LOCK_FILE).write_text(text)
     began_s = time.monotonic()
     own = mark(tmp_path)
     own.acquire()
-    assert read_nonce(tmp_path / LIVE_FILE) == "mine"
+    assert read_nonce(tmp_path / LOCK_FILE) == "mine"
     assert time.monotonic() - began_s > 0.5, "it was given time"
     own.close()
 
@@ -128,7 +128,7 @@ def test_what_gives_no_sign_for_long_is_taken_over(tmp_path, text):
 def test_the_age_of_a_mark_is_not_measured_with_this_hosts_clock(tmp_path, monkeypatch):
     left(tmp_path, FAR)
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    own, ending = mark(tmp_path, silent_s=30), threading.Timer(0.5, (tmp_path / LIVE_FILE).unlink)
+    own, ending = mark(tmp_path, silent_s=30), threading.Timer(0.5, (tmp_path / LOCK_FILE).unlink)
     ending.start()
     own.acquire()
     assert not ending.is_alive(), "it has waited"
@@ -161,7 +161,7 @@ def test_a_job_whose_folder_was_taken_over_hears_of_it(tmp_path):
     assert heard.wait(60)
     assert "was taken over by job 6 on host far" in told[0]
     own.close()
-    assert read_nonce(tmp_path / LIVE_FILE) == "theirs", "another's mark is left alone"
+    assert read_nonce(tmp_path / LOCK_FILE) == "theirs", "another's mark is left alone"
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -181,17 +181,17 @@ def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
     assert f"run.dir={folder} was renamed, removed or replaced" in str(told[0])
     assert isinstance(own.cause_of(failed), MovedError)
     own.close()
-    assert (tmp_path / "elsewhere" / LIVE_FILE).exists()
+    assert (tmp_path / "elsewhere" / LOCK_FILE).exists()
     assert not is_replaced or list(folder.iterdir()) == []
 
 
 def test_any_rank_of_a_start_gives_its_folder_back_and_no_others(tmp_path):
     left(tmp_path, FAR)
-    release_run(tmp_path, "mine")
-    assert (tmp_path / LIVE_FILE).exists()
-    release_run(tmp_path, "theirs")
-    release_run(tmp_path, "theirs")
-    assert not (tmp_path / LIVE_FILE).exists()
+    release_lock(tmp_path, "mine")
+    assert (tmp_path / LOCK_FILE).exists()
+    release_lock(tmp_path, "theirs")
+    release_lock(tmp_path, "theirs")
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_folder_that_another_host_has_of_its_own_is_refused(tmp_path):

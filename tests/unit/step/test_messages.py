@@ -10,8 +10,8 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.model.build import build
-from hpc_tune.model.config_json import shape_directory
-from hpc_tune.plan.step_time import Network, tensor_time
+from hpc_tune.model.config_json import resolve_model_directory
+from hpc_tune.plan.step_time import Network, tensor_axis_time
 from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import expected_bytes
@@ -25,7 +25,7 @@ KV = 2 * 16  # two of the four heads
 
 def write_shape(folder, name="llama3-8b", blocks=BLOCKS, **more):
     """Write the config.json of a small model of the family of ``name``."""
-    shape = json.loads((shape_directory(f"shape:{name}") / "config.json").read_text())
+    shape = json.loads((resolve_model_directory(f"shape:{name}") / "config.json").read_text())
     small = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": blocks}
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -120,7 +120,7 @@ def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     links = Links((Link((0, 1), (0, 0), 0.0, bytes_per_s),), ())
     network = Network.from_links(links, (0, 0))
     plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block"))
-    found = tensor_time(plan, (0, 1), network, (TOKENS, 80))
+    found = tensor_axis_time(plan, (0, 1), network, (TOKENS, 80))
     scalars = 4 + 8
     assert bytes_per_s * found.transfer_s == pytest.approx(whole - scalars)
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_tune.model.experts import ROUTED
+from hpc_tune.model.experts import ROUTED_EXPERTS
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import (
     ModelSize,
     WeightGroup,
-    activation_bound,
     attention_flops,
     flops_per_token,
+    max_activation_bytes,
     measure,
     static_bytes,
-    weight_flops,
+    weight_flops_per_token,
 )
 
 
@@ -54,7 +54,7 @@ def test_a_frozen_base_is_divided_and_adapters_stay_whole(layout, num_bytes):
 
 
 def test_adapters_on_experts_are_spread_with_them():
-    routed = WeightGroup("blocks", "whole", True, False, 8, 32, ROUTED)
+    routed = WeightGroup("blocks", "whole", True, False, 8, 32, ROUTED_EXPERTS)
     size = ModelSize(1000, 10, 2000, 40, weights=(routed,))
     # Of ten values with adapters 8 are on experts, of which a rank has a half, or a fourth.
     for expert, held in ((1, 10), (2, 6), (4, 4)):
@@ -63,7 +63,9 @@ def test_adapters_on_experts_are_spread_with_them():
 
 def test_shards_of_what_they_do_not_divide_are_as_large_as_the_largest():
     """6 experts over 4 ranks: 2 each, 8 in all; of spread ones another dimension is divided."""
-    routed = WeightGroup("blocks", "whole", True, False, 6 * 40, 960, ROUTED, shape=(6, 8, 5))
+    routed = WeightGroup(
+        "blocks", "whole", True, False, 6 * 40, 960, ROUTED_EXPERTS, shape=(6, 8, 5)
+    )
     rest = WeightGroup("blocks", "whole", True, False, 80, 320, shape=(8, 10))
     size = ModelSize(0, 320, 0, 1280, weights=(routed, rest))
     copies = 4  # gradients and two moments
@@ -90,17 +92,17 @@ def config(tied):
 )
 def test_the_flops_of_a_token_are_those_of_the_products(size, tied, flops):
     assert flops_per_token(size, config(tied), 5) == flops
-    assert weight_flops(size, config(tied)) == flops - 360
+    assert weight_flops_per_token(size, config(tied)) == flops - 360
 
 
 @pytest.mark.parametrize(("is_trained", "each"), [(True, 6), (False, 4)])
 def test_of_the_experts_of_a_layer_those_of_a_token_count(is_trained, each):
     """Of 800 values on four experts a token goes through 200."""
-    routed = WeightGroup("blocks", "whole", is_trained, False, 800, 3200, ROUTED)
+    routed = WeightGroup("blocks", "whole", is_trained, False, 800, 3200, ROUTED_EXPERTS)
     mixture = SimpleNamespace(**vars(config(True)), num_experts=4, num_experts_per_tok=1)
     values = (0, 1000) if is_trained else (1000, 0)
     size = ModelSize(*values, 0, 0, weights=(routed,))
-    assert weight_flops(size, mixture) == each * (200 + 200)
+    assert weight_flops_per_token(size, mixture) == each * (200 + 200)
 
 
 @pytest.mark.parametrize(
@@ -150,5 +152,5 @@ def test_what_the_experts_of_a_token_keep_is_in_the_bound():
     dense = SimpleNamespace(hidden_size=8, num_hidden_layers=3, vocab_size=10)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     mixture = SimpleNamespace(**vars(dense), **experts)
-    more = activation_bound(mixture, 5) - activation_bound(dense, 5)
+    more = max_activation_bytes(mixture, 5) - max_activation_bytes(dense, 5)
     assert more == 5 * 3 * 2 * 4 * (3 * 8 + 4 * 6)

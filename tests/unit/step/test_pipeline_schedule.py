@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from hpc_tune.step.layout import balance_stages, schedule
+from hpc_tune.step.layout import balance_stages, schedule_passes
 
 
 def simulate(ranks, chunks, num_micro):
@@ -13,7 +13,7 @@ def simulate(ranks, chunks, num_micro):
     A message is (kind, stage, micro): a rank that takes another one than it waits for, or that
     waits for ever, fails.
     """
-    plans = [deque(schedule(r, ranks, chunks, num_micro)) for r in range(ranks)]
+    plans = [deque(schedule_passes(r, ranks, chunks, num_micro)) for r in range(ranks)]
     last = ranks * chunks - 1
     edges = {(r, kind): deque() for r in range(ranks) for kind in ("forward", "backward")}
     in_flight, most = [0] * ranks, [0] * ranks
@@ -57,7 +57,7 @@ def test_interleaved_stages_end_with_messages_in_order(ranks, chunks, rounds):
 
 
 def test_every_pass_comes_once_and_forward_before_backward():
-    passes = schedule(1, 4, 2, 8)
+    passes = schedule_passes(1, 4, 2, 8)
     assert len(passes) == len(set(passes)) == 2 * 2 * 8
     done = set()
     for at in passes:

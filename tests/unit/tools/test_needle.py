@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -37,7 +37,7 @@ def test_each_row_has_the_fact_at_its_depth_and_asks_for_it_at_the_end(tmp_path,
 
 
 def test_a_model_that_has_learned_nothing_knows_no_number(tmp_path, capsys, monkeypatch):
-    write_tiny(tmp_path / "model")
+    write_tiny_model(tmp_path / "model")
     needle.write_rows(tmp_path / "rows", 100, rows=1, held_out=2, digits=2)
     torch.manual_seed(0)
     monkeypatch.setattr(

@@ -17,8 +17,8 @@ from hpc_tune.model import load, stock_reference
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.load import load_weights
 from hpc_tune.model.stock_reference import (
-    VOCABULARY,
-    TopKChoices,
+    MAX_VOCABULARY,
+    TopKGapRecorder,
     list_shrink_factors,
     shrink_config,
     write_small_model,
@@ -183,7 +183,7 @@ def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
     kind, said, name, monkeypatch
 ):
     assert not check_architecture(config_of(kind, **said)).tensor
-    monkeypatch.setattr("hpc_tune.step.slices._PARTIAL_BETWEEN", {})
+    monkeypatch.setattr("hpc_tune.step.slices._PARTIAL_FOLLOWERS", {})
     found = check_architecture(config_of(kind, **said))
     assert not found.loss
     assert f"{name} differs between slices" in found.tensor
@@ -204,9 +204,9 @@ def test_a_buffer_is_filled_by_the_model_around_its_layers(monkeypatch):
     """And one that nothing fills is named, and not trained with."""
     config = config_of("falcon_h1", num_hidden_layers=2)
     assert not check_architecture(config).loss
-    real = load._find_unfilled
+    real = load._find_unfilled_buffers
     monkeypatch.setattr(
-        load, "_find_unfilled", lambda model, names: real(model, names) or list(names)
+        load, "_find_unfilled_buffers", lambda model, names: real(model, names) or list(names)
     )
     assert "gives model.layers.0.mamba.mup_vector its values" in check_architecture(config).loss
 
@@ -298,7 +298,7 @@ def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypa
     ],
 )
 def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores, count, nearest):
-    with TopKChoices() as choices:
+    with TopKGapRecorder() as choices:
         torch.topk(torch.tensor(scores), count, dim=-1)
     assert choices.nearest == nearest
 
@@ -429,7 +429,7 @@ def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
         model = AutoModelForCausalLM.from_config(small)
     assert sum(p.numel() for p in model.parameters()) < 40e6
     assert small.num_attention_heads == config.num_attention_heads
-    assert small.vocab_size == VOCABULARY
+    assert small.vocab_size == MAX_VOCABULARY
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         assert kinds is None or set(getattr(small, name)) == set(kinds)

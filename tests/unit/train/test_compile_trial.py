@@ -15,14 +15,14 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.compile import compiling_in_process
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.loss import write_exponentials_fusible
 from hpc_tune.train.startup import compile_trial
 from hpc_tune.train.startup.compile_trial import (
     MIN_TOLERANCES,
     _StepValues,
-    check_compiled,
-    check_compiled_cached,
+    check_compiled_blocks,
+    check_compiled_blocks_cached,
     compare_steps,
     decide_compile,
 )
@@ -35,7 +35,7 @@ real_compile = torch.compile
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny(directory)
+    write_tiny_model(directory)
     return build(directory, torch.float32, LORA, 0)
 
 
@@ -68,7 +68,7 @@ def graphs(monkeypatch):
 def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_graph(
     graphs, dtype, recompute
 ):
-    assert check_compiled(LLAMA, LORA, dtype, CPU, recompute) == ""
+    assert check_compiled_blocks(LLAMA, LORA, dtype, CPU, recompute) == ""
     # Forward and backward of a block, of its first call with a mask and without; the loss.
     assert 0 < len(graphs) <= 5
 
@@ -77,7 +77,7 @@ def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_gra
 @pytest.mark.parametrize("method", ["full", "dora"])
 def test_other_methods_are_tried_with_the_compiler_itself(method):
     tune = LORA.model_copy(update={"method": method})
-    assert check_compiled(LLAMA, tune, torch.float32, CPU, "none") == ""
+    assert check_compiled_blocks(LLAMA, tune, torch.float32, CPU, "none") == ""
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -99,7 +99,7 @@ def test_compiled_blocks_that_compute_something_else_are_found(monkeypatch, whic
         return computed
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert "with compiled blocks" in check_compiled(LLAMA, LORA, torch.float32, CPU, "none")
+    assert "with compiled blocks" in check_compiled_blocks(LLAMA, LORA, torch.float32, CPU, "none")
 
 
 @pytest.mark.parametrize("which", ["losses", "gradients"])
@@ -115,7 +115,7 @@ def test_a_compiled_loss_that_is_something_else_is_found(monkeypatch, which):
         return computed
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert "with compiled blocks" in check_compiled(LLAMA, LORA, torch.float32, CPU, "none")
+    assert "with compiled blocks" in check_compiled_blocks(LLAMA, LORA, torch.float32, CPU, "none")
 
 
 def test_gradients_may_be_as_far_from_fp32_as_without_the_compiler():
@@ -151,10 +151,10 @@ def test_settings_that_do_not_go_with_compiled_blocks_are_said(words, said):
 
 
 def job_on(device, config):
-    def on_rank_0(what, work):
+    def run_on_rank_0(what, work):
         return work()
 
-    comm = SimpleNamespace(device=torch.device(device), on_rank_0=on_rank_0)
+    comm = SimpleNamespace(device=torch.device(device), run_on_rank_0=run_on_rank_0)
     return SimpleNamespace(setup_comm=comm, config=config)
 
 
@@ -162,9 +162,11 @@ def test_auto_is_decided_on_gpus_alone_and_by_the_trial(built, monkeypatch, capl
     caplog.set_level(logging.INFO, "hpc_tune")
     config = config_of()
     assert decide_compile(job_on("cpu", config), built).compile == "auto"
-    monkeypatch.setattr(compile_trial, "check_compiled_cached", lambda *_: "")
+    monkeypatch.setattr(compile_trial, "check_compiled_blocks_cached", lambda *_: "")
     assert decide_compile(job_on("cuda", config), built).compile is True
-    monkeypatch.setattr(compile_trial, "check_compiled_cached", lambda *_: "this torch has none")
+    monkeypatch.setattr(
+        compile_trial, "check_compiled_blocks_cached", lambda *_: "this torch has none"
+    )
     assert decide_compile(job_on("cuda", config), built).compile is False
     assert "blocks are not compiled: this torch has none" in caplog.text
     for value in ("true", "false"):
@@ -185,12 +187,12 @@ def test_a_trial_is_made_once_and_one_that_ended_by_an_exception_again(
             raise outcome
         return outcome
 
-    monkeypatch.setattr(compile_trial, "check_compiled", try_once)
-    assert "fails with RuntimeError: no room" in check_compiled_cached(built, "none", CPU)
-    assert check_compiled_cached(built, "none", CPU) == "a loss"
-    assert check_compiled_cached(built, "none", CPU) == "a loss"
+    monkeypatch.setattr(compile_trial, "check_compiled_blocks", try_once)
+    assert "fails with RuntimeError: no room" in check_compiled_blocks_cached(built, "none", CPU)
+    assert check_compiled_blocks_cached(built, "none", CPU) == "a loss"
+    assert check_compiled_blocks_cached(built, "none", CPU) == "a loss"
     assert len(tried) == 2
-    assert check_compiled_cached(built, "full", CPU) == "another"
+    assert check_compiled_blocks_cached(built, "full", CPU) == "another"
 
 
 def test_without_a_compiler_nothing_is_tried(built, monkeypatch):
@@ -198,8 +200,8 @@ def test_without_a_compiler_nothing_is_tried(built, monkeypatch):
         raise ConfigError("no compiler")
 
     monkeypatch.setattr(compile_trial, "require_compiler", refuse)
-    monkeypatch.setattr(compile_trial, "check_compiled", None)
-    assert check_compiled_cached(built, "none", CPU) == "no compiler"
+    monkeypatch.setattr(compile_trial, "check_compiled_blocks", None)
+    assert check_compiled_blocks_cached(built, "none", CPU) == "no compiler"
 
 
 def test_a_trial_compiles_alone_in_its_own_folder(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import _require_loss, _require_source
+from hpc_tune.train.data import _require_source, _require_source_loss_tokens
 from hpc_tune.train.sources import OpenSource, SourceConfig
 from tests.support.data import attributes, histogram_of
 
@@ -36,29 +36,29 @@ def order(seq_len, seed=0, packing=True):
 def test_answers_that_all_begin_behind_seq_len_are_refused_with_what_to_do(tmp_path, name, word):
     store = store_of(tmp_path / "d.h5", [64, 90, 70])
     with pytest.raises(DataError) as raised:
-        _require_loss(OpenSource("", name, store), order(64), None, word)
+        _require_source_loss_tokens(OpenSource("", name, store), order(64), None, word)
     message = str(raised.value)
     assert message.startswith(f"{name}={tmp_path / 'd.h5'}: none of its 3 rows of data.seq_len=64")
     assert f"has a token that is {word}" in message
     assert "it was prepared with seq_len 100" in message
     assert "Raise data.seq_len" in message
-    _require_loss(OpenSource("", name, store), order(65), None, word)
+    _require_source_loss_tokens(OpenSource("", name, store), order(65), None, word)
 
 
 def test_a_first_token_is_nobodys_target(tmp_path):
     store = store_of(tmp_path / "d.h5", [0], length=1)
     with pytest.raises(DataError, match="none of its 1 rows"):
-        _require_loss(OpenSource("", "data.path", store), order(64), 9, "learned")
+        _require_source_loss_tokens(OpenSource("", "data.path", store), order(64), 9, "learned")
 
 
 def test_only_rows_that_are_used_count(tmp_path):
     store = store_of(tmp_path / "d.h5", [80] * 40 + [10])
     source = OpenSource("", "data.path", store)
-    _require_loss(source, order(64, packing=False), 41, "learned")
+    _require_source_loss_tokens(source, order(64, packing=False), 41, "learned")
     refused = 0
     for seed in range(8):
         try:
-            _require_loss(source, order(64, seed, packing=False), 2, "learned")
+            _require_source_loss_tokens(source, order(64, seed, packing=False), 2, "learned")
         except DataError:
             refused += 1
     assert refused >= 6

@@ -24,11 +24,11 @@ from hpc_tune.train.startup.describe import (
     _describe_batch,
     _describe_data,
     describe_allocator,
+    describe_learning_rate,
     describe_method,
-    describe_rate,
-    warn_8bit_useless,
     warn_few_steps,
     warn_idle_ranks,
+    warn_useless_8bit_optimizer,
 )
 
 
@@ -101,7 +101,7 @@ def test_moments_in_8_bits_that_take_long_or_gain_nothing_are_told_of(
     name, num_trained, spared, device, words
 ):
     size = ModelSize(0, num_trained, 0, 4 * num_trained, spared_bytes=spared)
-    told = list(warn_8bit_useless(OptimConfig(name=name), size, torch.device(device)))
+    told = list(warn_useless_8bit_optimizer(OptimConfig(name=name), size, torch.device(device)))
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
 
@@ -160,7 +160,7 @@ def test_epochs_that_a_number_of_steps_overrules_are_told_of():
 )
 def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
     config = load_config(None, ["model.path=/m", *settings])
-    text = describe_rate(config.optim, config.tune, config.batch.global_size, 100)
+    text = describe_learning_rate(config.optim, config.tune, config.batch.global_size, 100)
     assert text.startswith(said)
 
 
@@ -226,10 +226,10 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
 def test_rows_whose_mask_a_gpu_would_misread_are_refused(kind, device, seq_len, is_refused):
     model = model_of(kind, True, False, seq_len)
     if not is_refused:
-        model.require_readable_masks(torch.device(device))
+        model.refuse_too_long_masked_rows(torch.device(device))
         return
     with pytest.raises(ConfigError, match=r"=65537: .* \(opt models need it\).* at most 65536"):
-        model.require_readable_masks(torch.device(device))
+        model.refuse_too_long_masked_rows(torch.device(device))
 
 
 def model_of(kind, within, compiled, seq_len=64):
@@ -290,7 +290,7 @@ def test_a_run_tells_that_nccl_sends_by_tcp_beside_a_faster_network(
 
 
 def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
-    monkeypatch.setattr(describe, "read_settings", lambda: {"expandable_segments": False})
+    monkeypatch.setattr(describe, "read_allocator_settings", lambda: {"expandable_segments": False})
     environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for device, num in (("cuda", 1), ("cpu", 0)):
         comm = SimpleNamespace(

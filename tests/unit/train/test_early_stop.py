@@ -16,7 +16,7 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.train.evaluate import Evaluation, restore_evals
 from hpc_tune.train.startup.describe import warn_best_not_kept
 
@@ -29,7 +29,7 @@ def saved(held_out, *losses):
 
 
 def test_losses_over_other_held_out_data_are_not_compared(caplog, tmp_path):
-    events, before = Events(tmp_path / "events.jsonl"), saved("a", 3.0, 1.0, 2.0)
+    events, before = EventsWriter(tmp_path / "events.jsonl"), saved("a", 3.0, 1.0, 2.0)
     assert restore_evals(None, "a", events) == restore_evals(saved("a"), "b", events) == Evals()
     for of, mark in ((before, "a"), (before, ""), (saved("", 3.0, 1.0, 2.0), "a")):
         assert restore_evals(of, mark, events) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
@@ -49,8 +49,8 @@ def evaluation(evals, patience):
 def test_the_change_of_the_held_out_loss_has_its_steps_where_nothing_is_held_out_by_now(caplog):
     caplog.set_level("INFO", "hpc_tune")
     evals, train = Evals((0, 4.0), (16, 3.0), (16, 3.0)), TrainConfig()
-    Evaluation(None, None, None, {}, train, 18, evals, TuneConfig()).log_change()
-    Evaluation(None, None, None, {"": list}, train, 16, evals, TuneConfig()).log_change()
+    Evaluation(None, None, None, {}, train, 18, evals, TuneConfig()).log_loss_change()
+    Evaluation(None, None, None, {"": list}, train, 16, evals, TuneConfig()).log_loss_change()
     change = "held-out loss 4.0000 -> 3.0000 (-25.0%)"
     assert caplog.messages == [f"{change} from step 0 to step 16", change]
 

@@ -111,7 +111,9 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
         raise SystemExit(code)
 
     monkeypatch.setattr(liveness, "die", die)
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    monkeypatch.setattr(
+        train_exit, "claim_failure_report", lambda comm, error: Failure("", str(error))
+    )
     comm = comm_of(rank)
     other_side = outcome.Outcome("failed", "said before", None, 1, {"lost_hosts": ["n1"]})
     for before in (None, other_side):
@@ -127,7 +129,9 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
 def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, monkeypatch):
     """A launcher ends the other ranks, and the one that hangs, with SIGTERM."""
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    monkeypatch.setattr(
+        train_exit, "claim_failure_report", lambda comm, error: Failure("", str(error))
+    )
     comm, codes = comm_of(0), []
     train_exit.fail_run(comm, ConfigError("a disk hangs"), tmp_path)
     train_exit.fail_run(comm, ResumableStop("SIGTERM", 3), tmp_path)
@@ -200,7 +204,9 @@ def test_what_the_end_of_a_rank_looks_like_elsewhere_takes_the_place_of_no_repor
 ):
     codes = []
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    monkeypatch.setattr(
+        train_exit, "claim_failure_report", lambda comm, error: Failure("", str(error))
+    )
     error, code = ERRORS[cause]
     train_exit.fail_run(comm_of(1), error, tmp_path)
     first = outcome.read_outcome(tmp_path)
@@ -219,7 +225,9 @@ def test_an_error_after_the_first_report_is_printed_and_written_nowhere(
 ):
     codes = []
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    monkeypatch.setattr(
+        train_exit, "claim_failure_report", lambda comm, error: Failure("", str(error))
+    )
     outcome.write_outcome(outcome.done_outcome(60), tmp_path, comm_of(0).nonce)
     train_exit.fail_run(comm_of(1), KeyError("in the shutdown"), tmp_path)
     assert outcome.read_outcome(tmp_path)["status"] == "done"
@@ -233,7 +241,7 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
     codes = []
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     comm = comm_of(1)
-    comm.watch = SimpleNamespace(reported_code=75)
+    comm.watch = SimpleNamespace(reported_exit_code=75)
     train_exit.fail_run(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
     assert codes == [75]
     assert outcome.read_outcome(tmp_path) is None
@@ -320,7 +328,7 @@ def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
 
 
 def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monkeypatch):
-    outcome.begin_outcome(tmp_path)
+    outcome.reserve_outcome(tmp_path)
     written = outcome.write_file
 
     def write_file(path, text):
@@ -338,7 +346,7 @@ def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
     outcome.write_outcome(outcome.Outcome("failed", "the first", None, 1), tmp_path)
     (tmp_path / outcome.RESERVE_FILE).mkdir()  # takes no bytes, as a full disk
     with pytest.raises(OSError, match="directory"):
-        outcome.begin_outcome(tmp_path)
+        outcome.reserve_outcome(tmp_path)
     assert outcome.read_outcome(tmp_path)["reason"] == "the first"
 
 

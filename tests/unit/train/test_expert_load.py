@@ -5,8 +5,12 @@ import json
 import pytest
 
 from hpc_tune.model.balance import Router, RouterSums
-from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, Events
-from hpc_tune.train.metrics import ExpertLoad, describe_starving, find_starving
+from hpc_tune.rundir.json_lines import EVENTS_FILE, EXPERTS_FILE, EventsWriter
+from hpc_tune.train.metrics import (
+    ExpertLoadWriter,
+    describe_starving_experts,
+    find_starving_experts,
+)
 
 ROUTERS = (Router("layers.1.gate", 1, 3), Router("layers.4.gate", 4, 2))
 
@@ -15,7 +19,7 @@ def counted(*rows):
     return RouterSums(0.0, 0.0, rows)
 
 
-def lines_of(folder, name=EXPERTS):
+def lines_of(folder, name=EXPERTS_FILE):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
@@ -24,7 +28,9 @@ def load(tmp_path):
     made = []
 
     def make(start=0):
-        made.append(ExpertLoad(tmp_path, start, ROUTERS, Events(tmp_path / EVENTS)))
+        made.append(
+            ExpertLoadWriter(tmp_path, start, ROUTERS, EventsWriter(tmp_path / EVENTS_FILE))
+        )
         return made[-1]
 
     yield make
@@ -69,8 +75,8 @@ def test_layers_whose_experts_starve_are_said_once_until_others_do(load, tmp_pat
             told.add(step, counted(starved, [300, 300]))
             told.write()
     told.close()
-    said = [event["message"] for event in lines_of(tmp_path, EVENTS)]
-    assert [event["step"] for event in lines_of(tmp_path, EVENTS)] == [1, 4]
+    said = [event["message"] for event in lines_of(tmp_path, EVENTS_FILE)]
+    assert [event["step"] for event in lines_of(tmp_path, EVENTS_FILE)] == [1, 4]
     assert said[0] == (
         "experts starve, with less than a hundredth of an even share of the tokens in steps 1 to "
         "1: layer 1: 1. tune.router_aux_loss spreads tokens"
@@ -78,12 +84,12 @@ def test_layers_whose_experts_starve_are_said_once_until_others_do(load, tmp_pat
 
 
 def test_few_tokens_starve_nobody_and_all_in_one_starves_the_others():
-    assert find_starving([3], [[290, 0, 0]]) == {}
-    assert find_starving([3], [[900, 0, 0]]) == {3: [1, 2]}
-    assert find_starving([3, 7], [[300, 300, 300], [0, 400, 500]]) == {7: [0]}
+    assert find_starving_experts([3], [[290, 0, 0]]) == {}
+    assert find_starving_experts([3], [[900, 0, 0]]) == {3: [1, 2]}
+    assert find_starving_experts([3, 7], [[300, 300, 300], [0, 400, 500]]) == {7: [0]}
 
 
 def test_a_long_list_is_cut_and_says_by_how_much():
-    text = describe_starving({layer: list(range(layer)) for layer in range(1, 12)}, 4, 9)
+    text = describe_starving_experts({layer: list(range(layer)) for layer in range(1, 12)}, 4, 9)
     assert "in steps 5 to 9: layer 1: 0; layer 2: 0, 1; " in text
     assert "; and 3 more. " in text

@@ -62,11 +62,11 @@ def test_a_governor_that_only_observes_takes_nothing(mode):
 def test_micro_batches_are_halved_until_they_have_one_row(micro_size, rows):
     loader = SimpleNamespace(micro_size=micro_size, set_micro_size=lambda rows: sizes.append(rows))
     lever, sizes = loader_levers(loader, [Path("data.h5")])[SPLIT], []
-    assert [lever.set_level(times) for times in range(1, lever.most + 1)] == [
+    assert [lever.apply_times(times) for times in range(1, lever.most + 1)] == [
         f"micro-batches of {n} rows" for n in rows
     ]
     assert sizes == rows
-    lever.set_level(0)
+    lever.apply_times(0)
     assert sizes[-1] == micro_size
 
 
@@ -74,5 +74,5 @@ def test_what_saves_keep_is_given_back_before_anything_is_given_up():
     """TRIM comes first."""
     given_back = []
     levers = loader_levers(SimpleNamespace(micro_size=1), [], lambda: given_back.append(True))
-    assert "given back by rank 0" in levers[Action.TRIM].set_level(0)
+    assert "given back by rank 0" in levers[Action.TRIM].apply_times(0)
     assert given_back == [True]

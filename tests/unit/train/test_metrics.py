@@ -4,7 +4,7 @@ import pytest
 
 from hpc_tune.rundir.json_lines import StepMetrics
 from hpc_tune.train import metrics
-from hpc_tune.train.metrics import Metrics
+from hpc_tune.train.metrics import MetricsWriter
 
 STEP = StepMetrics(
     **{field.name: None for field in dataclasses.fields(StepMetrics)}
@@ -21,7 +21,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
 ):
     said = []
     monkeypatch.setattr(metrics.log, "warning", lambda text, *values: said.append(text % values))
-    told = Metrics(tmp_path, 5, 0, advise=advise)
+    told = MetricsWriter(tmp_path, 5, 0, advise=advise)
     for step in range(1, 6):
         told.record_step(dataclasses.replace(STEP, step=step, comm_s=comm_s))
     told.close()
@@ -32,7 +32,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
 
 @pytest.mark.parametrize(("slowest_s", "said"), [(0.5, "75% in messages"), (1.9, "waiting for")])
 def test_a_slow_rank_is_not_taken_for_slow_messages(tmp_path, caplog, slowest_s, said):
-    told = Metrics(tmp_path, 5, 0, advise=True)
+    told = MetricsWriter(tmp_path, 5, 0, advise=True)
     with caplog.at_level("INFO", logger="hpc_tune"):
         for step in (1, 2):
             told.record_step(

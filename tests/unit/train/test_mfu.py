@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hpc_tune.batch import empty_batch, full_batch
+from hpc_tune.batch import costliest_batch, empty_batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.step.layout import Layout
@@ -32,20 +32,20 @@ class TwoRanks:
 
     is_rank_0 = True
 
-    def __init__(self, counts_rows: bool) -> None:
-        self.world = SimpleNamespace(rank=0 if counts_rows else 1)
+    def __init__(self, represents_rows: bool) -> None:
+        self.world = SimpleNamespace(rank=0 if represents_rows else 1)
 
     def gather_numbers(self, values):
         return [[value, value] for value in values]
 
 
-def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
+def mfu_of(batches, represents_rows=True, peak_flops: float | None = 1e6):
     """A step of 2 seconds, of 100 flops per token in weights."""
     told: list[Any] = []
-    layout = Layout(1, 1) if counts_rows else Layout(1, 1, tensor=2)
+    layout = Layout(1, 1) if represents_rows else Layout(1, 1, tensor=2)
     plan = StepPlan(layout, ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2)
     recorder = Recorder(
-        cast(Any, TwoRanks(counts_rows)),
+        cast(Any, TwoRanks(represents_rows)),
         plan,
         Flops(100.0, partial(attention_flops, MODEL), peak_flops),
         cast(Any, SimpleNamespace(epoch=0.0, rows=0)),
@@ -53,7 +53,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         cast(Any, SimpleNamespace(record_step=lambda metrics, _: told.append(metrics))),
         cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
-    of_both = [2 * count for count in recorder.count_tokens(batches)]
+    of_both = [2 * count for count in recorder.count_tokens_and_flops(batches)]
     result: Any = SimpleNamespace(
         loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0], routers=None
     )
@@ -77,21 +77,21 @@ def test_scores_are_counted_within_documents_and_not_in_padding():
 
 def test_full_rows_have_the_flops_of_rows():
     """Two ranks with 2 rows of 8 tokens each: 32 x (100 + 72 x 8)."""
-    assert mfu_of([full_batch(2, 8)]) == pytest.approx(32 * (100 + 72 * 8) / 2.0 / 1e6)
-    assert mfu_of([rows_of((8,), (8,))]) == mfu_of([full_batch(2, 8)])
+    assert mfu_of([costliest_batch(2, 8)]) == pytest.approx(32 * (100 + 72 * 8) / 2.0 / 1e6)
+    assert mfu_of([rows_of((8,), (8,))]) == mfu_of([costliest_batch(2, 8)])
 
 
 def test_rows_that_another_rank_counts_are_counted_once():
-    assert mfu_of([full_batch(2, 8)], counts_rows=False) == 0.0
+    assert mfu_of([costliest_batch(2, 8)], represents_rows=False) == 0.0
 
 
 def test_a_device_without_a_known_peak_has_no_mfu():
-    assert mfu_of([full_batch(2, 8)], peak_flops=None) is None
+    assert mfu_of([costliest_batch(2, 8)], peak_flops=None) is None
 
 
 def test_padding_is_no_document():
     batch = rows_of((5, 3), (2,))
     assert [list(row) for row in batch.document_lengths] == [[5, 3], [2, 6]]
-    assert batch.real_lengths == [5, 3, 2]
-    assert full_batch(2, 8).real_lengths == [8, 8]
-    assert empty_batch(0).real_lengths == []
+    assert batch.unpadded_document_lengths == [5, 3, 2]
+    assert costliest_batch(2, 8).unpadded_document_lengths == [8, 8]
+    assert empty_batch(0).unpadded_document_lengths == []

@@ -15,8 +15,8 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.load import allocate, load_trained, load_weights, use_init_adapter
+from hpc_tune.model.builtin import write_tiny_model
+from hpc_tune.model.load import allocate, load_trained_parameters, load_weights, use_init_adapter
 from hpc_tune.train.model import _refuse_split_tied_embedding
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
@@ -66,7 +66,7 @@ def require_equal_exports(config, run_dir, model_dir, folder):
     built = build(model_dir, torch.float32, config.tune, seed=0)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
-    load_trained(built, trained.checkpoint)
+    load_trained_parameters(built, trained.checkpoint)
     own = logits_of(built.module.causal_lm())
     out = export_adapter(trained.checkpoint, config.tune, model_dir, folder / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -124,7 +124,7 @@ def test_norms_with_a_row_for_each_head_are_norms(tmp_path):
 
 
 def test_the_parts_of_a_tied_embedding_are_refused(tmp_path):
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     for name in ("embed_tokens", "lm_head"):
         config = settings("unused", tmp_path, f"tune.modules_to_save=[{name}]")
         with pytest.raises(ConfigError, match="head of this model is its embedding"):
@@ -150,7 +150,7 @@ def test_in_bf16_they_are_kept_in_fp32_and_computed_in_bf16(model_dir):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_rows_of_added_tokens_are_trained_and_exported_as_by_peft(is_tied, model_dir, tmp_path):
-    base = write_tiny(tmp_path / "tiny") or tmp_path / "tiny" if is_tied else model_dir
+    base = write_tiny_model(tmp_path / "tiny") or tmp_path / "tiny" if is_tied else model_dir
     words = ["tune.trainable_tokens=['<|end|>', 40, 99]"]
     config = settings(tmp_path / "run", base, *words)
     assert run(config, StopAfter(None)) == 0
@@ -184,7 +184,7 @@ def test_tokens_that_cannot_be_trained_are_refused(words, said, model_dir):
 
 
 def test_a_tied_model_with_trained_rows_is_not_split_where_its_head_lacks_them(tmp_path):
-    write_tiny(tmp_path / "tiny")
+    write_tiny_model(tmp_path / "tiny")
     tune = settings("unused", tmp_path, "tune.trainable_tokens=[5]").tune
     built = build(tmp_path / "tiny", torch.float32, tune, seed=0)
     for parallel in (ParallelConfig(tensor=2), ParallelConfig(pipeline=2)):

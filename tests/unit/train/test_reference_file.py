@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from hpc_tune.checkpoint.locate import locate
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import DataError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.train import reference
 from hpc_tune.train.run import run
 from hpc_tune.world.device import Architecture
@@ -124,7 +124,7 @@ def settings(tmp_path):
 
 def noisy(base, folder, share):
     """Write a copy of a model whose weights differ by noise of a share of their deviation."""
-    write_tiny(folder)
+    write_tiny_model(folder)
     weights = load_file(base / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for values in weights.values():
@@ -137,7 +137,7 @@ def noisy(base, folder, share):
 
 def test_full_fine_tuning_compares_with_its_own_base_and_no_other(settings, tmp_path):
     base = tmp_path / "base"
-    write_tiny(base)
+    write_tiny_model(base)
     bases = [base, *(noisy(base, tmp_path / f"noise {s}", s) for s in (1e-4, 1e-2))]
     for number, one in enumerate(bases):
         assert run(load_config(None, settings(one, str(number))), StopAfter(None)) == 0
@@ -149,7 +149,7 @@ def test_full_fine_tuning_compares_with_its_own_base_and_no_other(settings, tmp_
 def test_a_checkpoint_of_pairs_says_for_which_texts_positions_were_scaled(settings, tmp_path):
     """For the longest answer with its prompt, and not for rows of data.seq_len."""
     base = tmp_path / "base"
-    write_tiny(base)
+    write_tiny_model(base)
     words = settings(base, "run", "model.rope_scaling={rope_type: dynamic, factor: 2}")
     assert run(load_config(None, words), StopAfter(None)) == 0
     said, log = locate(tmp_path / "run").state.scaled_for, tmp_path / "run/logs/rank-0.txt"
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_pairs_says_for_which_texts_positions_were_scaled(settin
 
 def test_full_fine_tuning_does_not_go_on_beside_another_base(settings, tmp_path):
     base = tmp_path / "base"
-    write_tiny(base)
+    write_tiny_model(base)
     assert run(load_config(None, settings(base, "run")), StopAfter(None)) == 0
     other = noisy(base, tmp_path / "other", 1e-2)
     for file in (tmp_path / "cache").glob("reference-*.npy"):

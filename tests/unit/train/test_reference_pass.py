@@ -54,13 +54,13 @@ def test_rows_go_through_the_model_as_many_at_once_as_in_training(monkeypatch, m
     monkeypatch.setattr(reference, "HeldOutRows", Rows)
     monkeypatch.setattr(reference, "decide_micro_size", lambda *_: micro_size)
     engine = SimpleNamespace(
-        outputs=lambda batches, _: ((b, torch.tensor([b.number, 1.0])) for b in batches)
+        objective_sums=lambda batches, _: ((b, torch.tensor([b.number, 1.0])) for b in batches)
     )
     comm = SimpleNamespace(
         world=SimpleNamespace(rank=0), is_rank_0=False, begin=lambda _: None, sum=lambda v: v
     )
     data = SimpleNamespace(seq_len=64, packing=True)
-    layout = SimpleNamespace(data_size=1, coordinates=lambda _: SimpleNamespace(data=0))
+    layout = SimpleNamespace(data_parallel_size=1, coordinates=lambda _: SimpleNamespace(data=0))
     found = reference._compute_reference(
         SimpleNamespace(setup_comm=comm),
         SimpleNamespace(config=SimpleNamespace(data=data)),

@@ -23,7 +23,7 @@ def test_ranks_that_share_rows_have_a_part_of_each(monkeypatch, context, tokens)
         setup_comm=SimpleNamespace(
             device=torch.device("cpu"), run_and_agree=None, begin=lambda _: None
         ),
-        monitor=SimpleNamespace(require_bytes=None, enter=lambda *_, **__: None),
+        monitor=SimpleNamespace(require_free_bytes=None, enter=lambda *_, **__: None),
         faults=NO_FAULTS,
     )
     model: Any = SimpleNamespace(config=config, built=SimpleNamespace(dtype=torch.float32))

@@ -12,7 +12,7 @@ from hpc_tune.probe.gpu_state import EnergyCounter, PartEnergy
 from hpc_tune.rundir.facts import read_energy, sum_energy
 from hpc_tune.train import energy as train_energy
 from hpc_tune.train import run as train_run
-from hpc_tune.train.energy import RunEnergyMeter, sum_nodes
+from hpc_tune.train.energy import RunEnergyMeter, sum_node_energy
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -26,9 +26,9 @@ def node(**parts):
     return {name: PartEnergy(*part) for name, part in parts.items()}
 
 
-def told(*nodes, are_own=True, tokens=2_000_000):
+def told(*nodes, are_exclusive=True, tokens=2_000_000):
     energy = sum_energy(
-        [{"kind": "energy", "step": 7, "tokens": tokens, **sum_nodes(nodes, are_own)}]
+        [{"kind": "energy", "step": 7, "tokens": tokens, **sum_node_energy(nodes, are_exclusive)}]
     )
     assert energy is not None
     return energy.full_text
@@ -75,7 +75,7 @@ def test_nothing_is_known_where_no_counter_tells():
 
 
 @pytest.mark.parametrize(
-    ("parts", "are_own", "is_said"),
+    ("parts", "are_exclusive", "is_said"),
     [
         ({"CPUs": (KWH, 1, 1)}, False, True),
         ({"CPUs": (KWH, 1, 1)}, True, False),
@@ -83,8 +83,8 @@ def test_nothing_is_known_where_no_counter_tells():
         ({"node": (KWH, 1, 1)}, False, True),
     ],
 )
-def test_other_jobs_on_the_nodes_are_said_where_they_may_be_counted(parts, are_own, is_said):
-    text = told(node(**parts), are_own=are_own)
+def test_other_jobs_on_the_nodes_are_said_where_they_may_be_counted(parts, are_exclusive, is_said):
+    text = told(node(**parts), are_exclusive=are_exclusive)
     assert ("other jobs on these nodes, if any, included" in text) == is_said
 
 
@@ -117,7 +117,7 @@ def test_the_first_rank_of_a_node_reads_its_gpus_each_once(monkeypatch, rank, ex
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     monkeypatch.setattr(train_energy, "pci_address", lambda gpu: ranks[rank][1])
-    assert train_energy._gpus_of_node(comm) == expected
+    assert train_energy._gpu_addresses_of_node(comm) == expected
 
 
 def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, monkeypatch, capfd):

@@ -10,7 +10,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.rundir.facts import StartHistory, is_failure, read_start_history
 from hpc_tune.train import saver
 from hpc_tune.train.run import run
-from hpc_tune.train.saver import SaveClock, best_interval_s, choose_interval
+from hpc_tune.train.saver import SaveClock, best_save_interval_s, choose_save_interval
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -22,7 +22,7 @@ FAILED = {"status": "failed", "exit_code": 1, "asked": False, "lost_nodes": Fals
 def test_the_first_save_is_due_after_five_minutes_at_most(tmp_path, every_minutes, due_s):
     clock = SaveClock(every_minutes, tmp_path, 1)
     assert clock.due_in_s == pytest.approx(due_s, abs=5)
-    clock.begin_save()
+    clock.record_save_start()
     assert clock.due_in_s == pytest.approx(60 * every_minutes, abs=5)
 
 
@@ -42,11 +42,11 @@ def test_without_a_clock_no_save_is_due(tmp_path):
     ],
 )
 def test_the_interval_by_young_and_daly_within_limits(wait_s, mtbf_s, interval_s):
-    assert best_interval_s(wait_s, mtbf_s) == pytest.approx(interval_s, rel=1e-5)
+    assert best_save_interval_s(wait_s, mtbf_s) == pytest.approx(interval_s, rel=1e-5)
 
 
 def test_before_a_failure_one_in_264_days_of_a_node_is_assumed():
-    interval_s, why = choose_interval(StartHistory(0, DAY_S, (9.0, 1.0, 1.0)), 64)
+    interval_s, why = choose_save_interval(StartHistory(0, DAY_S, (9.0, 1.0, 1.0)), 64)
     assert interval_s == pytest.approx(math.sqrt(2 * 1.0 * 264 * DAY_S / 64))
     assert why == (
         "every 14m04s: sqrt(2 x 1 s that training waits for a save x 99h00m between failures) "
@@ -55,7 +55,7 @@ def test_before_a_failure_one_in_264_days_of_a_node_is_assumed():
 
 
 def test_failures_of_this_run_count_instead_as_soon_as_there_are_any():
-    interval_s, why = choose_interval(StartHistory(2, 20 * HOUR_S, (18.0,)), 64)
+    interval_s, why = choose_save_interval(StartHistory(2, 20 * HOUR_S, (18.0,)), 64)
     assert interval_s == pytest.approx(math.sqrt(2 * 18 * 10 * HOUR_S))
     assert why.endswith("x 10h00m between failures) (2 failures in 20h00m of this run)")
 
@@ -77,7 +77,7 @@ def test_failures_of_this_run_count_instead_as_soon_as_there_are_any():
     ],
 )
 def test_limits_and_what_is_not_measured_yet_are_said(history, minutes, text):
-    interval_s, why = choose_interval(history, 1)
+    interval_s, why = choose_save_interval(history, 1)
     assert interval_s == 60 * minutes
     assert text in why
 
@@ -86,7 +86,7 @@ def test_auto_follows_what_each_save_costs(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "NODE_DAYS_PER_FAILURE", 1.0)
     clock = SaveClock("auto", tmp_path, 1)
     assert clock.due_in_s == pytest.approx(300, abs=5)
-    clock.begin_save()
+    clock.record_save_start()
     assert clock.due_in_s == pytest.approx(1800, abs=5)
     clock.record_wait(8.0)
     assert clock.due_in_s == pytest.approx(1175.755, abs=5)
@@ -153,7 +153,7 @@ def test_a_run_with_auto_says_how_far_apart_its_saves_are(tmp_path, monkeypatch,
     is due at the one after that.
     """
     monkeypatch.setattr(saver, "MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(saver, "FIRST_SAVE_S", 0.0)
+    monkeypatch.setattr(saver, "FIRST_SAVE_DUE_S", 0.0)
     monkeypatch.setattr(saver, "NODE_DAYS_PER_FAILURE", 0.0)
     words = [*SMALL, "data.path=builtin:pydocs:heldout", f"run.dir={tmp_path}"]
     words += ["train.max_steps=4", "checkpoint.every_minutes=auto", "checkpoint.background=false"]

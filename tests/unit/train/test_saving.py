@@ -22,7 +22,7 @@ from hpc_tune.faults import Faults
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.regions import WrittenFile
 from hpc_tune.model.tensor_sources import PIECE_BYTES
-from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.run import run
 from hpc_tune.train.saver import Saver, WriteOptions
@@ -43,7 +43,7 @@ def trained(run_dir: Path, faults: Faults, *words: str, stop_after: int | None =
 
 
 def steps_in(run_dir: Path) -> list[int]:
-    return [int(path.name[5:]) for path in Store(run_dir / "checkpoints", keep=1).steps()]
+    return [int(path.name[5:]) for path in Store(run_dir / "checkpoints", keep=1).step_folders()]
 
 
 def wait_until(is_so: Callable[[], bool], limit_s: float = 20.0) -> bool:
@@ -59,7 +59,7 @@ def test_a_save_is_there_as_soon_as_it_is_written_and_takes_no_longer_for_a_long
     def at(place, step):
         if (place, step) == ("step", 3):
             seen.append(wait_until(lambda: steps_in(tmp_path) == [2]))
-            for path in Store(tmp_path / "checkpoints", keep=1).steps():
+            for path in Store(tmp_path / "checkpoints", keep=1).step_folders():
                 verify(path)
             time.sleep(STEP_S)
 
@@ -108,7 +108,12 @@ class Engine:
 def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3, **writing) -> Saver:
     folder.mkdir(exist_ok=True)
     settings = CheckpointConfig(required=False)
-    common = ALONE, Store(folder / "checkpoints", keep=2), Engine(), Events(folder / "events.jsonl")
+    common = (
+        ALONE,
+        Store(folder / "checkpoints", keep=2),
+        Engine(),
+        EventsWriter(folder / "events.jsonl"),
+    )
     options = WriteOptions(limit_s, owns_folder=owns, **writing)
     return Saver(*common, settings, options, ResumePoint(), None)
 
@@ -152,7 +157,7 @@ def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_pat
     monkeypatch.setattr(torch, "empty", on_host)
     device = partial(CopyingDevice, seen=kept)
     saver = saver_of(tmp_path / "run", limit_s=60.0, device=device, can_allocate=admit)
-    lever = saver.levers[Action.SAVE_IN_PIECES].set_level
+    lever = saver.levers[Action.SAVE_IN_PIECES].apply_times
 
     def save(step):
         made.clear()

@@ -14,7 +14,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.train.data import LazyTokenizer, open_sources, require_data
 from hpc_tune.train.sources import (
     build_rows,
-    check_passes,
+    check_source_repeats,
     describe_planned_sources,
     determine_phases,
     list_eval_sources,
@@ -125,12 +125,12 @@ def test_what_a_run_reaches_is_its_shares_and_passes():
 def test_too_many_passes_are_refused_and_more_than_one_is_said():
     parts = {"a": part(10, weight=0.5), "b": part(10, weight=0.5)}
     sources = [TrainedSource(path=n, weight=0.5, max_epochs=4) for n in "ab"]
-    assert list(check_passes(sources, [MixturePhase(parts)], 20)) == []
-    (line,) = check_passes(sources, [MixturePhase(parts)], 30)
+    assert list(check_source_repeats(sources, [MixturePhase(parts)], 20)) == []
+    (line,) = check_source_repeats(sources, [MixturePhase(parts)], 30)
     assert "the run passes over a 1.50 times, b 1.50 times" in line
-    assert len(list(check_passes(sources, [MixturePhase(parts)], 80))) == 1
+    assert len(list(check_source_repeats(sources, [MixturePhase(parts)], 80))) == 1
     with pytest.raises(ConfigError, match=re.escape("pass over a 4.10 times (max_epochs=4)")):
-        list(check_passes(sources, [MixturePhase(parts)], 81))
+        list(check_source_repeats(sources, [MixturePhase(parts)], 81))
 
 
 def test_held_out_sources_are_read_as_the_source_of_their_name():

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.train.control import StepStatus
-from hpc_tune.train.metrics import Extremes, PerRank, _find_extremes
+from hpc_tune.train.metrics import RankUsage, UsageByRank, _find_extremes
 
 
 def of_ranks(*said):
-    return PerRank(*zip(*map(astuple, said), strict=True))
+    return UsageByRank(*zip(*map(astuple, said), strict=True))
 
 
 def step(**known):
@@ -19,7 +19,7 @@ def step(**known):
 @pytest.mark.parametrize("world", [[0.5], [1.25, 0.5], [0.5, 86400.0, 0.25], [-0.001, 0.0]])
 def test_the_slowest_rank_is_named_with_its_time_and_the_fastest_ones(world):
     """Times to a tenth of a millisecond."""
-    found = _find_extremes(step(), of_ranks(*(Extremes(work_s=own) for own in world)))
+    found = _find_extremes(step(), of_ranks(*(RankUsage(work_s=own) for own in world)))
     assert found["most_work_s"] == pytest.approx(max(0.0, *world, 0.0), abs=1e-4)
     assert found["least_work_s"] == pytest.approx(max(0.0, min(world)), abs=1e-4)
     if max(world) > 0:
@@ -27,12 +27,14 @@ def test_the_slowest_rank_is_named_with_its_time_and_the_fastest_ones(world):
 
 
 def test_of_equally_slow_ranks_the_last_is_named():
-    found = _find_extremes(step(), of_ranks(*(Extremes(work_s=own) for own in (0.30001, 0.3, 0.2))))
+    found = _find_extremes(
+        step(), of_ranks(*(RankUsage(work_s=own) for own in (0.30001, 0.3, 0.2)))
+    )
     assert found["slowest_rank"] == 1
 
 
 def test_the_fullest_node_and_device_need_not_be_the_same_rank():
-    said = [Extremes(2.0**53, 1.0, 6.0), Extremes(2.0, 5.0, 3.0), Extremes(1.0, 2.0, 4.0)]
+    said = [RankUsage(2.0**53, 1.0, 6.0), RankUsage(2.0, 5.0, 3.0), RankUsage(1.0, 2.0, 4.0)]
     found = _find_extremes(step(device_bytes=None), of_ranks(*said))
     assert (found["host_bytes"], found["host_ranks_bytes"]) == (2**53, 5)
     assert "device_bytes" not in found
@@ -44,7 +46,7 @@ def test_what_ranks_say_at_a_boundary_adds_up_in_any_order():
 
     def heard(order):
         own = [StepStatus(terms[rank], *(0.0,) * 7, (1.0,), (2.0,)) for rank in order]
-        beside = [Extremes(work_s=float(rank)) for rank in order]
+        beside = [RankUsage(work_s=float(rank)) for rank in order]
         rows = []
         for status, more in zip(own, beside, strict=True):
             comm = SimpleNamespace(
@@ -58,5 +60,5 @@ def test_what_ranks_say_at_a_boundary_adds_up_in_any_order():
 
     status = heard([0, 1, 2, 3, 4])
     assert status.terms == math.fsum(terms)
-    assert (status.levels, status.by_source) == ((5.0,), (10.0,))
+    assert (status.levels, status.loss_tokens_by_source) == ((5.0,), (10.0,))
     assert heard([3, 0, 4, 2, 1]) == status

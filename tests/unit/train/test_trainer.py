@@ -68,7 +68,7 @@ def test_a_step_that_is_repeated_with_nothing_changed_is_the_same_to_the_bit(tra
             raise FULL
 
     settings = ("batch.micro_size=1", "parallel.recompute=full")
-    _, calm = train("calm", Faults(device=Device(), moves_on_host=True), *settings)
+    _, calm = train("calm", Faults(device=Device(), offloads_without_gpu=True), *settings)
     faults = replace(with_room_for(0), compute=compute)
     code, again = train("again", faults, *settings)
     assert code == EXIT_DONE
@@ -135,11 +135,11 @@ class Ranks:
 class Engine:
     """An engine that fails in its passes, in accumulating, in updating, or not at all."""
 
-    def __init__(self, fails=None, repeats_steps=True):
-        self._fails, self.repeats_steps, self.num_updates = fails, repeats_steps, 0
+    def __init__(self, fails=None, can_repeat_steps=True):
+        self._fails, self.can_repeat_steps, self.num_updates = fails, can_repeat_steps, 0
         self.num_accumulated = 0
 
-    def outputs(self, batches, objective, within_step):
+    def objective_sums(self, batches, objective, within_step):
         if self._fails == "comparing":
             raise torch.OutOfMemoryError(ERROR)
         yield from ()
@@ -222,7 +222,7 @@ def test_a_rank_without_room_for_mismatched_answers_gives_the_step_up_with_all(f
     [
         (Engine("accumulating"), False, "answers"),
         (Engine("waited for"), True, "answers"),
-        (Engine("comparing", repeats_steps=False), True, "labels"),
+        (Engine("comparing", can_repeat_steps=False), True, "labels"),
         (Engine("comparing"), False, "labels"),
     ],
 )

@@ -7,8 +7,8 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
-from hpc_tune.train.model import _require_supported, _require_trained
+from hpc_tune.model.builtin import write_tiny_model
+from hpc_tune.train.model import _require_supported, _require_trained_targets
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck
 
 PART = "model.layers.*.self_attn.k_proj"
@@ -16,7 +16,7 @@ PART = "model.layers.*.self_attn.k_proj"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    write_tiny(directory := tmp_path_factory.mktemp("tiny") / "model")
+    write_tiny_model(directory := tmp_path_factory.mktemp("tiny") / "model")
     return directory
 
 
@@ -28,21 +28,21 @@ def built(base, **said):
 def test_a_named_target_whose_adapters_get_no_gradient_is_refused(base, target):
     model = built(base, targets=["q_proj", target])
     with pytest.raises(ConfigError) as error:
-        _require_trained(model, ArchitectureCheck(untrained=PART))
+        _require_trained_targets(model, ArchitectureCheck(untrained=PART))
     assert f"adapters on {PART} get no gradient: a llama model does not call" in str(error.value)
     assert str(error.value).endswith(f"; leave {target} out")
 
 
 def test_one_among_all_linear_layers_is_warned_of(base, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(built(base), ArchitectureCheck(untrained=PART))
+        _require_trained_targets(built(base), ArchitectureCheck(untrained=PART))
     assert f"adapters on {PART} get no gradient" in caplog.text
     assert caplog.text.rstrip().endswith("they stay zero")
 
 
 def test_a_weight_without_a_gradient_is_warned_of(base, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(
+        _require_trained_targets(
             built(base, method="full"), ArchitectureCheck(untrained=f"{PART}.weight\nanother")
         )
     assert caplog.text.rstrip().endswith(f"no gradient and stay as they are: {PART}.weight")
@@ -51,7 +51,9 @@ def test_a_weight_without_a_gradient_is_warned_of(base, caplog):
 @pytest.mark.parametrize("untrained", ["", PART])
 def test_nothing_is_said_of_what_is_not_trained(base, untrained, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(built(base, targets=["q_proj"]), ArchitectureCheck(untrained=untrained))
+        _require_trained_targets(
+            built(base, targets=["q_proj"]), ArchitectureCheck(untrained=untrained)
+        )
     assert not caplog.text
 
 

@@ -6,7 +6,7 @@ import torch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.language import read_config
 from hpc_tune.train.model import _log_ignored_parts, _with_router_watch
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture
@@ -20,7 +20,7 @@ BOTH = "tune.router_aux_loss=0.01 and tune.router_z_loss=0.001: "
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    write_tiny(folder / "dense")
+    write_tiny_model(folder / "dense")
     return {"dense": folder / "dense", "mixture": write_mixture("mixtral", folder / "mixture")}
 
 

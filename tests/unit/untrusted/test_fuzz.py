@@ -13,7 +13,7 @@ import yaml
 from hypothesis import strategies as st
 
 from hpc_tune import cli
-from hpc_tune.checkpoint.locate import list_checkpoints, locate
+from hpc_tune.checkpoint.locate import describe_checkpoints, locate
 from hpc_tune.checkpoint.store import (
     FORMAT,
     MANIFEST,
@@ -25,7 +25,7 @@ from hpc_tune.checkpoint.store import (
 )
 from hpc_tune.cluster.launchers import find_claim, rank_hint
 from hpc_tune.cluster.slurm import render
-from hpc_tune.config.load import field_names, load_config
+from hpc_tune.config.load import load_config, setting_names
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
@@ -38,7 +38,7 @@ from hpc_tune.world.discover import World, discover
 from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
 from tests.support.training import give_manifest
 
-NAMES = sorted(field_names())
+NAMES = sorted(setting_names())
 TREES = st.dictionaries(
     st.sampled_from(sorted({n.split(".")[0] for n in NAMES})) | st.text(max_size=6),
     st.dictionaries(
@@ -120,7 +120,10 @@ def test_manifests(folder, drawn):
         manifest.write_bytes(drawn)
     elif isinstance(drawn, tuple):
         manifest.write_bytes(damaged(manifest.read_bytes()[:2000], drawn))
-    for look in (lambda: locate(folder / "run"), lambda: list_checkpoints(folder / "run", True)):
+    for look in (
+        lambda: locate(folder / "run"),
+        lambda: describe_checkpoints(folder / "run", True),
+    ):
         try:
             look()
         except (CheckpointError, ConfigError) as error:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from hypothesis import strategies as st
 
-from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.files import find_files
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
@@ -124,7 +124,7 @@ def test_chat_templates(folder, template):
     tokenizer = byte_tokenizer(template)
     prepare_all(folder / "d.jsonl", tokenizer, "the chat template of")
     try:
-        find_answer_end(tokenizer)
+        find_answer_end_token(tokenizer)
     except DataError as error:
         said(error, "the chat template of")
 

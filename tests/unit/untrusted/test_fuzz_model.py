@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import index_model_directory
@@ -21,7 +21,7 @@ from tests.support.fuzz import JSON, damaged, flips, fuzz, said
 
 def tiny():
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder))
+        write_tiny_model(Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 

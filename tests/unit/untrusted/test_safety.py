@@ -30,7 +30,7 @@ from hpc_tune.config.load import load_config, mask_secrets
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.data.prepare import PrepareSettings, PreparingRanks, prepare_data
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import index_model_directory
@@ -67,7 +67,7 @@ def ran(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    write_tiny(tmp_path / "model")
+    write_tiny_model(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -123,8 +123,8 @@ def test_a_line_of_a_gigabyte_is_named_and_not_held_in_memory(tmp_path):
         file.write(b'\n{"text": "short"}\n')
     tracemalloc.start()
     try:
-        rows = list(raw_files.read_lines(tmp_path / "d.jsonl", 0, 4 << 20))
-        rows += list(raw_files.read_lines(tmp_path / "d.jsonl", 1 << 30, (1 << 30) + 99))
+        rows = list(raw_files.read_json_lines(tmp_path / "d.jsonl", 0, 4 << 20))
+        rows += list(raw_files.read_json_lines(tmp_path / "d.jsonl", 1 << 30, (1 << 30) + 99))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

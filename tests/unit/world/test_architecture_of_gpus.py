@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.build import compute_dtype
+from hpc_tune.model.build import resolve_dtype
 from hpc_tune.model.float8 import check_float8
 from hpc_tune.model.kernels import why_experts_loop
 from hpc_tune.world.device import Architecture, find_architecture
@@ -49,7 +49,7 @@ def test_of_amd_the_architecture_counts(monkeypatch, gfx, capability, name, floa
     able = {"bf16": True, "tf32": False, "attention": True, "float8": float8}
     assert can(found, {}) == {**able, "groups": False}
     assert can(found, {"ROCM_ALLOW_GROUP_GEMM_CK": "1"}) == {**able, "groups": True}
-    assert compute_dtype("auto", GPU) == torch.bfloat16
+    assert resolve_dtype("auto", GPU) == torch.bfloat16
     monkeypatch.delenv("ROCM_ALLOW_GROUP_GEMM_CK", raising=False)
     assert why_experts_loop(torch.bfloat16, GPU).endswith(
         "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950, this is bfloat16 on "
@@ -63,7 +63,7 @@ def test_of_amd_the_architecture_counts(monkeypatch, gfx, capability, name, floa
 def test_an_amd_gpu_without_matrix_cores_has_none_of_it(monkeypatch):
     found = shown(monkeypatch, "gfx906", (9, 0), "AMD Instinct MI50")
     assert not any(can(found, {"ROCM_ALLOW_GROUP_GEMM_CK": "1"}).values())
-    assert compute_dtype("auto", GPU) == torch.float32
+    assert resolve_dtype("auto", GPU) == torch.float32
 
 
 @pytest.mark.parametrize(

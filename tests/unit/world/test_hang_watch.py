@@ -35,7 +35,7 @@ def test_waiting_for_a_file_that_never_answers_is_a_hang(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["here", "in a child"])
 def test_work_that_takes_longer_than_the_limit_is_none(where, monkeypatch):
     # A machine that stands still for two seconds is no hang, but would end this process.
-    monkeypatch.setattr("hpc_tune.world.liveness.GIL_FACTOR", 60)
+    monkeypatch.setattr("hpc_tune.world.liveness.GIL_TIMEOUT_FACTOR", 60)
     monkeypatch.setattr("hpc_tune.world.liveness.exit_soon", lambda: None)
     program = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass"
     done = {

@@ -50,7 +50,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 1.5)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 1.5)
     # The timer would end the tests' own process, however long it is.
     monkeypatch.setattr(liveness, "exit_soon", lambda: None)
     made = World()
@@ -88,7 +88,7 @@ def test_a_rank_that_has_said_why_the_world_ends_is_not_gone_and_its_code_is_eve
     assert heard.keys() == others
     assert [type(error) for error in heard.values()] == [RemoteError] * 2
     assert {error.exit_code for error in heard.values()} == {75}
-    assert {world.watches[rank].reported_code for rank in others} == {75}
+    assert {world.watches[rank].reported_exit_code for rank in others} == {75}
 
 
 def test_ranks_that_leave_when_they_are_told_are_not_named_as_gone(world):
@@ -109,14 +109,14 @@ def wait_for_ended(watch):
 
 def test_every_survivor_knows_which_ranks_have_ended(world, monkeypatch):
     """Rank 1, on a third host, has no connection to rank 2."""
-    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 3600.0)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 3600.0)
     world.connection(2).shutdown(socket.SHUT_RDWR)
     assert [wait_for_ended(world.watches[rank]) for rank in (0, 1)] == [{2}, {2}]
 
 
 def test_where_rank_0s_host_ends_every_survivor_names_its_ranks(world, monkeypatch):
     """Had one of them lived, it would have ended the world."""
-    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 3600.0)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 3600.0)
     roster = (Peer(0, 0, "n0", 1), Peer(1, 0, "n0", 2), Peer(2, 2, "n2", 3))
     world.watches[2]._comm.roster = roster
     for peer in [*world.watches[0]._ranks]:

@@ -71,8 +71,8 @@ def test_nobody_has_a_thread_of_its_own_that_looks_again_and_again(own):
 
 # Limits of a row that another file than the row's obeys.
 ELSEWHERE = {
-    ("StepLimit", "STEP_MARGIN_S"): "world/bootstrap.py",
-    ("time_limit", "END_LIMIT_S"): "world/bootstrap.py",
+    ("StallWatch", "TORCH_TIMEOUT_MARGIN_S"): "world/bootstrap.py",
+    ("time_limit", "SHUTDOWN_LIMIT_S"): "world/bootstrap.py",
     ("HeartbeatFile", "HEARTBEAT_EVERY_S"): "memory/monitor.py",
     ("HeartbeatFile", "HEARTBEAT_DEAD_S"): "checkpoint/locate.py",
 }
@@ -90,7 +90,7 @@ def test_the_limits_of_each_row_are_obeyed_where_it_says():
             named += 1
     assert named > 15
     assert unused == []
-    assert liveness.GIL_FACTOR > 1, "or faulthandler would end the process first"
+    assert liveness.GIL_TIMEOUT_FACTOR > 1, "or faulthandler would end the process first"
 
 
 def test_the_examples_of_the_table_are_the_defaults():
@@ -117,11 +117,15 @@ def test_every_limit_is_used():
 def test_all_ranks_have_left_within_half_a_minute_of_the_loss_of_a_host():
     from hpc_tune.config.schema import RunSettings
 
-    assert RunSettings().host_timeout + liveness.LEAVE_LIMIT_S < 30
+    assert RunSettings().host_timeout + liveness.FAILURE_REPORT_LIMIT_S < 30
 
 
 def test_who_is_told_of_the_end_of_a_rank_leaves_later_than_those_that_ended_with_it():
-    assert liveness.ENDED_TOGETHER_S < liveness.NOBODY_LEFT_S < liveness.GONE_LIMIT_S
+    assert (
+        liveness.ENDED_TOGETHER_WITHIN_S
+        < liveness.EMPTY_NODE_REPORT_AFTER_S
+        < liveness.RANK_END_REPORTED_WITHIN_S
+    )
 
 
 def test_a_run_writes_often_enough_to_count_as_alive():

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpc_tune.world import bootstrap, liveness, nccl
-from hpc_tune.world.nccl import NcclWatch, disable_torch_handling, find_group_errors
+from hpc_tune.world.nccl import NcclWatch, disable_nccl_error_handling, find_group_errors
 
 
 class NcclGroup:
@@ -33,7 +33,7 @@ def comm():
 def ended(monkeypatch):
     """What the world was ended with, once the others have had no time to."""
     monkeypatch.setattr(liveness, "exit_soon", lambda: None)
-    monkeypatch.setattr(liveness, "NCCL_NAMED_WITHIN_S", 0.05)
+    monkeypatch.setattr(liveness, "NCCL_CAUSE_KNOWN_WITHIN_S", 0.05)
     return queue.Queue()
 
 
@@ -67,9 +67,12 @@ def test_the_ranks_new_number_is_named_once_ranks_are_in_another_order(ended):
 
 
 def test_whoever_hears_of_a_ranks_end_speaks_first(ended, monkeypatch):
-    assert liveness.NCCL_NAMED_WITHIN_S < 1
+    assert liveness.NCCL_CAUSE_KNOWN_WITHIN_S < 1
     monkeypatch.undo()
-    assert liveness.NCCL_NAMED_WITHIN_S > liveness.GONE_LIMIT_S + liveness.NCCL_LOOK_EVERY_S
+    assert (
+        liveness.NCCL_CAUSE_KNOWN_WITHIN_S
+        > liveness.RANK_END_REPORTED_WITHIN_S + liveness.NCCL_LOOK_EVERY_S
+    )
     asked = []
     watch = watched(ended, lambda: asked.append(None) or ["COMM_ERROR"])
     while not asked:
@@ -119,7 +122,7 @@ def test_torch_ends_no_process_where_its_errors_can_be_looked_at(
     native = torch._C._distributed_c10d
     monkeypatch.setattr(native, "ProcessGroupNCCL", backend, raising=False)
     environ = dict(was)
-    disable_torch_handling(environ)
+    disable_nccl_error_handling(environ)
     assert (environ != was) == is_changed
     if is_changed:
         assert environ == {
@@ -130,17 +133,17 @@ def test_torch_ends_no_process_where_its_errors_can_be_looked_at(
 
 def test_it_is_said_before_groups_are_made_and_on_gpus_alone(monkeypatch):
     calls = []
-    monkeypatch.setattr(bootstrap, "disable_torch_handling", lambda environ: calls.append("errors"))
+    monkeypatch.setattr(
+        bootstrap, "disable_nccl_error_handling", lambda environ: calls.append("errors")
+    )
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *_, **__: calls.append("group")
     )
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     monkeypatch.setattr(distributed_c10d, "default_pg_timeout", None)
     monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", None, raising=False)
-    world, store = (
-        SimpleNamespace(rank=0, size=1, label="rank 0 on n0"),
-        torch.distributed.HashStore(),
-    )
+    world = SimpleNamespace(rank=0, size=1, label="rank 0 on n0")
+    store = torch.distributed.HashStore()
     bootstrap._new_groups(world, SimpleNamespace(type="cuda"), store, 10.0)
     bootstrap._new_groups(world, SimpleNamespace(type="cpu"), store, 10.0)
     assert calls == ["errors", "group", "group"]

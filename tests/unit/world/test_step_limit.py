@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hpc_tune.packages import parse_release
 from hpc_tune.world.comm import Peer
 from hpc_tune.world.failure import RankProgress, find_late_ranks, stalled_error
-from hpc_tune.world.nccl import write_trace
-from hpc_tune.world.watch import StepLimit
+from hpc_tune.world.nccl import write_collectives_trace
+from hpc_tune.world.watch import StallWatch
 
 ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2}", 2**22 + rank) for rank in range(3))
 
@@ -35,7 +35,7 @@ def comm_of(rank=0, size=2, store=None):
 def heard(limit_s, work, comm=None, told=None):
     """What a limit tells of ``work``."""
     told = [] if told is None else told
-    limit = StepLimit(comm or comm_of(), limit_s, told.append)
+    limit = StallWatch(comm or comm_of(), limit_s, told.append)
     limit.enter("training step 7")
     with limit.watching():
         work(limit, told)
@@ -76,7 +76,7 @@ def test_where_the_store_does_not_answer_rank_0_is_named_alone(stays):
             return False
 
     told = []
-    limit = StepLimit(comm_of(rank=1, size=3, store=Silent()), 0.1, told.append)
+    limit = StallWatch(comm_of(rank=1, size=3, store=Silent()), 0.1, told.append)
     limit.enter("training step 7")
     limit._report_stall(wait_s=0.2)
     [error] = told
@@ -111,7 +111,7 @@ def test_a_rank_by_itself_waits_for_nobody(stays):
 
 def test_nothing_is_watched_after_the_block(stays):
     told = []
-    with StepLimit(comm_of(), 0.2, told.append).watching():
+    with StallWatch(comm_of(), 0.2, told.append).watching():
         pass
     time.sleep(1)
     assert told == []
@@ -121,7 +121,7 @@ def test_nothing_is_watched_after_the_block(stays):
 def test_a_rank_that_is_asked_answers_where_it_is(stays):
     store = dist.HashStore()
     told = []
-    limit = StepLimit(comm_of(rank=1, store=store), 2, told.append)
+    limit = StallWatch(comm_of(rank=1, store=store), 2, told.append)
     limit.enter("beginning step 3")
     with limit.watching():
         store.set("hpc_tune/stalled", "")
@@ -188,7 +188,7 @@ def test_the_trace_of_a_rank_holds_its_collectives(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(3))
-        folder = write_trace(tmp_path / "collectives", 5, on_gpu=False)
+        folder = write_collectives_trace(tmp_path / "collectives", 5, on_gpu=False)
     finally:
         dist.destroy_process_group()
     if parse_release(torch.__version__) < (2, 11):

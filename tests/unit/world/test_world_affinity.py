@@ -10,9 +10,9 @@ from hpc_tune.world.affinity import (
     NumaNode,
     assign_cores,
     from_cpu_ranges,
-    pci_path,
-    read_node_cpus,
+    pci_device_path,
     read_numa_node,
+    read_numa_node_cpus,
     to_cpu_ranges,
 )
 
@@ -113,10 +113,10 @@ NEAR = {
 @pytest.mark.parametrize("name", NEAR)
 def test_cores_are_assigned_by_the_node_of_the_gpu(name):
     masks, nodes, expected = NEAR[name]
-    near = [NODES[node] for node in nodes]
+    gpu_nodes = [NODES[node] for node in nodes]
     reachable = frozenset().union(*masks)
     shares = [
-        assign_cores(masks, reachable, rank, one_thread_per_core, near)
+        assign_cores(masks, reachable, rank, one_thread_per_core, gpu_nodes)
         for rank in range(len(masks))
     ]
     assert [share.cpus for share in shares] == expected
@@ -132,17 +132,20 @@ LUMI = (49, 57, 17, 25, 1, 9, 33, 41)
 
 def test_eight_ranks_of_a_lumi_node_get_the_cores_that_the_site_gives_their_dies():
     given = mask(*(cpu for cpu in range(64) if cpu % 8))
-    near = [NumaNode(cpu // 16, mask(*range(cpu // 16 * 16, cpu // 16 * 16 + 16))) for cpu in LUMI]
+    gpu_nodes = [
+        NumaNode(cpu // 16, mask(*range(cpu // 16 * 16, cpu // 16 * 16 + 16))) for cpu in LUMI
+    ]
     for rank, first in enumerate(LUMI):
-        share = assign_cores([given] * 8, given, rank, one_thread_per_core, near)
+        share = assign_cores([given] * 8, given, rank, one_thread_per_core, gpu_nodes)
         assert share.cpus == mask(*range(first, first + 7)), rank
         assert (share.threads, share.pin, share.warning) == (7, True, None)
 
 
 def test_ranks_that_were_pinned_to_one_core_are_spread_by_the_nodes_of_their_gpus():
-    near = [NODES[node] for node in (3, 0)]
+    gpu_nodes = [NODES[node] for node in (3, 0)]
     shares = [
-        assign_cores([mask(0)] * 2, SIXTEEN, rank, one_thread_per_core, near) for rank in (0, 1)
+        assign_cores([mask(0)] * 2, SIXTEEN, rank, one_thread_per_core, gpu_nodes)
+        for rank in (0, 1)
     ]
     assert [share.cpus for share in shares] == [{12, 13, 14, 15}, {0, 1, 2, 3}]
     assert all("pinned all 2 ranks" in share.warning for share in shares)
@@ -167,11 +170,11 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
     masks, nodes, warned = KEPT[name]
-    near = [None if node is None else NODES[node] for node in nodes]
+    gpu_nodes = [None if node is None else NODES[node] for node in nodes]
     said, reachable = set(), frozenset().union(*masks)
     for rank in range(len(masks)):
         before = assign_cores(masks, reachable, rank, one_thread_per_core)
-        share = assign_cores(masks, reachable, rank, one_thread_per_core, near)
+        share = assign_cores(masks, reachable, rank, one_thread_per_core, gpu_nodes)
         assert (share.cpus, share.threads) == (before.cpus, before.threads)
         assert (share.warning or "").startswith(before.warning or "")
         said |= {
@@ -181,8 +184,8 @@ def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
 
 
 def test_a_node_of_memory_alone_changes_nothing():
-    near = [NumaNode(4, mask()), NumaNode(5, mask())]
-    share = assign_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core, near)
+    gpu_nodes = [NumaNode(4, mask()), NumaNode(5, mask())]
+    share = assign_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core, gpu_nodes)
     assert share == assign_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core)
 
 
@@ -194,12 +197,12 @@ def test_the_kernel_says_where_a_gpu_is_and_which_cpus_are_near(tmp_path):
     (gpu / "numa_node").write_text("3\n")
     (node / "node3" / "cpulist").write_text("48-50,112,114-115\n")
     (node / "node4" / "cpulist").write_text("\n")
-    assert read_numa_node(pci_path(tmp_path, "0000:c1:00.0")) == 3
-    assert read_node_cpus(tmp_path, 3) == mask(48, 49, 50, 112, 114, 115)
-    assert read_node_cpus(tmp_path, 4) == read_node_cpus(tmp_path, 7) == mask()
+    assert read_numa_node(pci_device_path(tmp_path, "0000:c1:00.0")) == 3
+    assert read_numa_node_cpus(tmp_path, 3) == mask(48, 49, 50, 112, 114, 115)
+    assert read_numa_node_cpus(tmp_path, 4) == read_numa_node_cpus(tmp_path, 7) == mask()
     (gpu / "numa_node").write_text("-1\n")
-    assert read_numa_node(pci_path(tmp_path, "0000:c1:00.0")) is None
-    assert read_numa_node(pci_path(tmp_path, "")) is None
+    assert read_numa_node(pci_device_path(tmp_path, "0000:c1:00.0")) is None
+    assert read_numa_node(pci_device_path(tmp_path, "")) is None
 
 
 MOVED = """
@@ -215,7 +218,7 @@ for thread in threads:
 os.sched_setaffinity(threads[1].native_id, both)
 share = affinity.CoreShare(frozenset({other}), 1, 1, pin=True)
 affinity.apply_core_share(share, 1)
-affinity.move_other_threads(frozenset({one}), share.cpus)
+affinity.repin_threads_with_mask(frozenset({one}), share.cpus)
 masks = [os.sched_getaffinity(tid) for tid in (0, *(thread.native_id for thread in threads))]
 done.set()
 assert masks == [{other}, {other}, both], masks
@@ -321,13 +324,13 @@ def narrowed(monkeypatch):
 
 
 def test_looking_for_wider_masks_leaves_the_mask_as_it_was(narrowed):
-    assert affinity.reachable_cpus() >= narrowed
+    assert affinity.widest_cpu_mask() >= narrowed
     assert os.sched_getaffinity(0) == {min(narrowed)}
 
 
 def test_a_slurm_share_of_the_node_is_not_widened(narrowed, monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
-    assert affinity.reachable_cpus() == {min(narrowed)}
+    assert affinity.widest_cpu_mask() == {min(narrowed)}
 
 
 def test_runs_of_cpus_give_the_mask_back():

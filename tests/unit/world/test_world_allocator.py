@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hpc_tune.world.device import (
-    can_map_memory,
-    expand_segments,
-    read_settings,
-    unread_settings_warning,
+    enable_expandable_segments,
+    gpus_can_map_memory,
+    read_allocator_settings,
+    unread_allocator_warning,
 )
 
 SET = "expandable_segments:True"
@@ -32,7 +32,7 @@ SET = "expandable_segments:True"
 def test_segments_expand_on_gpus_that_map_memory_unless_the_user_said_otherwise(
     environ, device, can_map, found
 ):
-    expand_segments(environ, device, lambda: can_map)
+    enable_expandable_segments(environ, device, lambda: can_map)
     assert environ == found
 
 
@@ -42,13 +42,13 @@ import sys
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.world import bootstrap as start
 
-expand, seen = start.expand_segments, []
+expand, seen = start.enable_expandable_segments, []
 
 def watched(environ, wanted):
     seen.append("torch" in sys.modules)
     expand(environ, "cuda", lambda: True)
 
-start.expand_segments = watched
+start.enable_expandable_segments = watched
 start.bootstrap(RunSettings(device="cpu"))
 import torch
 print(seen, torch._C._accelerator_getAllocatorSettings())
@@ -81,12 +81,12 @@ def test_they_do_before_torch_is_imported():
 def test_what_torch_has_not_read_is_told_of(environ, settings, is_told, monkeypatch):
     snapshot = {"segments": [], "allocator_settings": settings}
     monkeypatch.setattr("torch.cuda.memory._snapshot", lambda: snapshot)
-    assert bool(unread_settings_warning(environ, read_settings())) == is_told
+    assert bool(unread_allocator_warning(environ, read_allocator_settings())) == is_told
 
 
 def test_a_torch_that_does_not_tell_what_it_has_read_is_believed(monkeypatch):
     monkeypatch.delattr("torch.cuda.memory._snapshot")
-    assert read_settings() == {}
+    assert read_allocator_settings() == {}
 
 
 def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr("hpc_tune.world.device.ctypes.CDLL", missing)
-    assert not can_map_memory()
+    assert not gpus_can_map_memory()
 
 
 @pytest.mark.parametrize("can_map", [(), (1,), (0,), (1, 1), (1, 0)])
@@ -110,16 +110,16 @@ def test_memory_is_mapped_where_each_gpu_can(monkeypatch, can_map):
         cuDeviceGetAttribute=lambda found, which, device: write(found, can_map[device.value]),
     )
     monkeypatch.setattr("hpc_tune.world.device.ctypes.CDLL", lambda name: driver)
-    assert can_map_memory() == (can_map in [(1,), (1, 1)])
+    assert gpus_can_map_memory() == (can_map in [(1,), (1, 1)])
 
 
 READS = """
 import os
 import hpc_tune.train.run
 import torch
-from hpc_tune.world.device import expand_segments
+from hpc_tune.world.device import enable_expandable_segments
 
-expand_segments(os.environ, "cuda", lambda: True)
+enable_expandable_segments(os.environ, "cuda", lambda: True)
 print(torch._C._accelerator_getAllocatorSettings())
 """
 

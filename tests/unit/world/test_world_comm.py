@@ -29,7 +29,7 @@ def comm():
         lambda c: c.barrier("all"),
         lambda c: c.agree_on_error(None, "loading"),
         lambda c: c.run_and_agree("loading", int),
-        lambda c: c.on_rank_0("loading", int),
+        lambda c: c.run_on_rank_0("loading", int),
         lambda c: replace(c, threads=2).sum([1.0]),
     ],
 )

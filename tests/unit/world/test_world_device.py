@@ -14,7 +14,7 @@ from hpc_tune.world.device import (
     check_devices,
     cpu_has_bf16,
     find_visible_gpus,
-    gather_gpus,
+    gather_visible_gpus,
     gpu_numa_nodes,
     name_gpus,
     pick_device,
@@ -279,7 +279,10 @@ class OneOf:
 def test_a_rank_learns_what_the_ranks_of_its_node_see():
     rows = [[0, ("a", "b"), (0, None), None], [1, ("x",), (0,), None], [0, (), (), "broken"]]
     own = VisibleGpus(("a", "b"), (0, None))
-    assert gather_gpus(world(0, 3), own, OneOf(rows)) == {0: own, 2: VisibleGpus(error="broken")}
+    assert gather_visible_gpus(world(0, 3), own, OneOf(rows)) == {
+        0: own,
+        2: VisibleGpus(error="broken"),
+    }
 
 
 def test_a_report_is_the_same_after_its_way_to_the_other_ranks():

@@ -51,7 +51,7 @@ def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
 
 
 @pytest.mark.parametrize(
-    ("by_mpi", "by_name", "claimed", "nodes"),
+    ("mpi_node_keys", "by_name", "claimed", "nodes"),
     [
         ([0, 0, 2, 2], "aabb", [2, 2, 2, 2], [0, 0, 1, 1]),
         ([0, 1, 0, 1], "abab", [None] * 4, [0, 1, 0, 1]),
@@ -62,8 +62,8 @@ def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
         ([0, 0, 2, 2], "llll", [2, 2, 2, 2], [0, 0, 1, 1]),
     ],
 )
-def test_nodes_are_numbered_by_their_lowest_rank(by_mpi, by_name, claimed, nodes):
-    assert number_nodes(by_mpi, by_name, claimed) == nodes
+def test_nodes_are_numbered_by_their_lowest_rank(mpi_node_keys, by_name, claimed, nodes):
+    assert number_nodes(mpi_node_keys, by_name, claimed) == nodes
 
 
 def test_a_node_split_that_fits_nobody_is_shown_from_all_sides():

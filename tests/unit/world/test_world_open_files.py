@@ -59,7 +59,7 @@ while True:
 def test_no_file_that_can_be_opened_is_not_a_machine_without_memory_or_limits():
     said = without_descriptors("""
 try:
-    host.find_limit()
+    host.find_host_limit()
 except OSError as error:
     print(DiskError.from_os_error(error, "reading the memory limits"))
 """)
@@ -75,7 +75,7 @@ if child == 0:
 os.waitpid(child, 0)
 print(processes.is_alive(os.getppid()), processes.is_alive(child))
 try:
-    print(processes.seconds_from_boot(os.getppid()))
+    print(processes.process_start_after_boot_s(os.getppid()))
 except OSError as error:
     print(error.errno == errno.EMFILE)
 """)

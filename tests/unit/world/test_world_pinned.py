@@ -8,8 +8,8 @@ import torch
 from hpc_tune.world import pinned
 from hpc_tune.world.pinned import (
     empty_pinned_like,
+    next_power_of_two,
     pinned_blocks_bytes,
-    round_up_bytes,
     split_into_blocks,
 )
 
@@ -20,7 +20,7 @@ MIB, GIB = 1 << 20, 1 << 30
     ("num_bytes", "block"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (5 * MIB, 8 * MIB)]
 )
 def test_a_request_is_rounded_up_to_a_power_of_two(num_bytes, block):
-    assert round_up_bytes(num_bytes) == block
+    assert next_power_of_two(num_bytes) == block
 
 
 def moments_of(hidden, inner, keys, blocks, vocab, shards):
@@ -43,16 +43,16 @@ def moments_of(hidden, inner, keys, blocks, vocab, shards):
 )
 def test_moments_of_published_models_take_what_they_have(shape, each, shards):
     sizes = moments_of(*shape, shards)
-    assert sum(map(round_up_bytes, sizes)) / sum(sizes) == pytest.approx(each, abs=0.01)
+    assert sum(map(next_power_of_two, sizes)) / sum(sizes) == pytest.approx(each, abs=0.01)
     assert pinned_blocks_bytes(sizes) < 1.005 * sum(sizes)
 
 
 def test_blocks_are_of_powers_of_two_and_larger_than_four_gib_for_a_larger_tensor_alone():
     for sizes in ([3 * GIB] * 6 + [5 * GIB] * 3, [GIB + 1] * 9, [9 * GIB, 1]):
         blocks, _ = pinned._pack_into_blocks(sizes)
-        assert all(round_up_bytes(block) == block for block in blocks)
-        assert max(blocks) <= max(4 * GIB, round_up_bytes(max(sizes)))
-        assert sum(blocks) <= sum(map(round_up_bytes, sizes))
+        assert all(next_power_of_two(block) == block for block in blocks)
+        assert max(blocks) <= max(4 * GIB, next_power_of_two(max(sizes)))
+        assert sum(blocks) <= sum(map(next_power_of_two, sizes))
 
 
 def test_tensors_of_any_sizes_share_no_byte_and_take_no_more_than_each_by_itself():
@@ -70,7 +70,7 @@ def test_tensors_of_any_sizes_share_no_byte_and_take_no_more_than_each_by_itself
         assert all(offset % 64 == 0 and end <= blocks[n] for n, offset, end in spans)
         for (block, _, end), (after, begins, _) in zip(spans, spans[1:], strict=False):
             assert block != after or end <= begins
-        assert sum(blocks) <= sum(map(round_up_bytes, sizes)) + MIB
+        assert sum(blocks) <= sum(map(next_power_of_two, sizes)) + MIB
         assert pinned_blocks_bytes(sizes) == sum(blocks)
 
 
@@ -98,7 +98,7 @@ def test_what_is_carved_has_the_shapes_and_dtypes_and_holds_its_values(monkeypat
         assert one.is_contiguous()
         assert one.dtype == values.dtype
         assert torch.equal(one, values)
-    assert made == [round_up_bytes(sum(values.nbytes for values in wanted))]
+    assert made == [next_power_of_two(sum(values.nbytes for values in wanted))]
 
 
 @pytest.mark.parametrize(

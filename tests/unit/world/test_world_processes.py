@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_tune.world.processes import is_alive, list_ancestors, seconds_from_boot
+from hpc_tune.world.processes import is_alive, list_ancestors, process_start_after_boot_s
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,25 +24,25 @@ def test_a_stopped_process_is_alive_and_a_zombie_or_one_that_is_gone_is_not():
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert is_alive(child.pid)
-        assert seconds_from_boot(child.pid) is not None
+        assert process_start_after_boot_s(child.pid) is not None
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert psutil.pid_exists(child.pid), "nobody has waited for it"
         assert not is_alive(child.pid)
-        assert seconds_from_boot(child.pid) is None
+        assert process_start_after_boot_s(child.pid) is None
     assert not is_alive(child.pid)
-    assert seconds_from_boot(child.pid) is None
+    assert process_start_after_boot_s(child.pid) is None
 
 
 def test_the_start_of_a_process_is_that_of_the_kernel_to_the_tick():
     for pid in (os.getpid(), os.getppid(), 1):
-        assert seconds_from_boot(pid) * os.sysconf("SC_CLK_TCK") == pytest.approx(
+        assert process_start_after_boot_s(pid) * os.sysconf("SC_CLK_TCK") == pytest.approx(
             ticks_of(pid), abs=1e-3
         )
 
 
 def test_the_start_of_a_process_stays_the_same_when_the_clock_is_set(tmp_path, monkeypatch):
-    before_s = seconds_from_boot(os.getpid())
+    before_s = process_start_after_boot_s(os.getpid())
     stat = Path("/proc/stat").read_text()
     lines = [f"btime {line.split()[1]}1" if "btime" in line else line for line in stat.splitlines()]
     (tmp_path / "stat").write_text("\n".join(lines))
@@ -50,7 +50,7 @@ def test_the_start_of_a_process_stays_the_same_when_the_clock_is_set(tmp_path, m
     boot_s = psutil.boot_time()
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert psutil.boot_time() > 9 * boot_s
-    assert seconds_from_boot(os.getpid()) == pytest.approx(before_s, abs=1e-3)
+    assert process_start_after_boot_s(os.getpid()) == pytest.approx(before_s, abs=1e-3)
 
 
 def test_the_parents_of_a_process_come_in_order():
@@ -70,7 +70,7 @@ def test_what_another_user_hides_counts_as_gone(hidepid, seen):
     program = "import os; from hpc_tune.world.processes import *\n"
     program += "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
     program += "parents = [p for p, _ in list_ancestors()]\n"
-    program += "print(is_alive(1), seconds_from_boot(1) is not None, parents == [1])"
+    program += "print(is_alive(1), process_start_after_boot_s(1) is not None, parents == [1])"
     # In a process namespace of its own, of which the shell is the first process.
     mount = f"mount -t proc -o hidepid={hidepid} proc /proc"
     command = ["unshare", "--mount", "--pid", "--fork", "sh", "-c"]
