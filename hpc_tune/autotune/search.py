@@ -236,11 +236,9 @@ def search_layout(
     may_share = asked.context == 1 and allows_context_parallel(asked, config.train)
     may_share = may_share and try_sharing_attention(built.module)
     near = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
-    shared = (
-        row_sharing_layouts(layouts, built.config, work.global_rows, near)
-        if may_share
-        else ([], [])
-    )
+    shared: tuple[list[Layout], list[Layout]] = ([], [])
+    if may_share:
+        shared = row_sharing_layouts(layouts, built.config, work.global_rows, near)
     places = asked, config.batch, work, machine, compute, network
     legal = predict_candidates(layouts + shared[0], *places)
 
@@ -255,8 +253,7 @@ def search_layout(
         time = step_time(work, *where, compute, network)
         return replace(candidate, micro_rows=rows, time=time)
 
-    may_split = config.batch.micro_size == "auto"
-    rows_of = with_micro_rows if may_split else None
+    rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
     search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
     rows, refused = search.fastest_that_fit(legal, lambda: predict_candidates(shared[1], *places))
     layout = resolve(asked, size, built.config, machine, num_ranks).layout

@@ -339,10 +339,8 @@ def compare_kernel_with_mask(
     ) -> list[torch.Tensor]:
         leaves = [tensor.detach().to(compute_dtype).requires_grad_() for tensor in inputs]
         out_BTHD = attention(*leaves)
-        return [
-            out_BTHD.detach(),
-            *torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(compute_dtype)),
-        ]
+        gradients = torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(compute_dtype))
+        return [out_BTHD.detach(), *gradients]
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         found = run_forward_backward(attend_with_kernel, dtype)

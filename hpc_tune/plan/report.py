@@ -301,8 +301,7 @@ def make_plan(
     ``needs_mask``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
 
     Raises:
-        ConfigError: if the layout does not fit the world or the model. DataError: if config.json
-        is not that of a causal LM.
+        ConfigError: if the layout does not fit world or model. DataError: if it is no causal LM.
     """
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
     micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
@@ -310,9 +309,8 @@ def make_plan(
     with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
-        if on_gpu and not why_not_compiled(
-            config.parallel, tune, train, is_mixture_of_experts(built.module)
-        ):
+        has_experts = is_mixture_of_experts(built.module)
+        if on_gpu and not why_not_compiled(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
         asked = choose_row_pieces(config.parallel, tune, train, seq_len, built.module)
         resolved = resolve(asked, size, built.config, machine)

@@ -231,7 +231,7 @@ def test_the_rule_by_which_text_is_cut_has_llama_cpps_name(before, name):
     [
         ({"type": "Unigram"}, None, "Unigram"),
         ({"type": "BPE", "merges": [["a", "b"]]}, None, "BPE"),
-        ({"type": "BPE", "merges": [["a", "b"]]}, BYTES, "another rule"),
+        ({"type": "BPE", "merges": [["a", "b"]]}, BYTES, "another splitting rule"),
     ],
 )
 def test_another_tokenizer_is_refused_with_what_to_do(model, before, said):

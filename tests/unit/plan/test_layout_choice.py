@@ -66,7 +66,7 @@ def test_axes_that_are_set_are_kept_whatever_fits(axes, layout, bytes_per_rank):
         ({"tensor": 2, "shard": 4}, "set parallel.shard to 1 or 2, or leave it out"),
         ({"shard": 8}, "start a multiple of 8 ranks, or set parallel.shard to 1 or 2 or 4, or"),
         ({"replicate": 3}, "set parallel.replicate to 1 or 2 or 4, or leave it out"),
-        ({"replicate": 2, "shard": 4}, "start 8 ranks, or set parallel.replicate=1 beside"),
+        ({"replicate": 2, "shard": 4}, "start 8 ranks, or set parallel.replicate=1 with"),
     ],
 )
 def test_axes_beyond_the_world_are_refused_with_what_would_work(axes, advice):
@@ -207,7 +207,7 @@ def test_what_is_proposed_for_axes_that_do_not_multiply_to_the_ranks_does(given,
     parallel = ParallelConfig(**given)
     with pytest.raises(ConfigError) as refused:
         choose_layout(parallel, ranks, FULL, 1 << 30)
-    proposed = re.findall(r"(?:set|or) parallel\.(\w+)=(\d+) beside", str(refused.value))
+    proposed = re.findall(r"(?:set|or) parallel\.(\w+)=(\d+) with", str(refused.value))
     assert [{name: int(size)} for name, size in proposed] == expected
     for change in expected:
         layout, _ = choose_layout(ParallelConfig(**given | change), ranks, FULL, 1 << 30)

@@ -109,7 +109,10 @@ def test_the_machine_of_a_plan_is_what_is_named_or_the_slurm_section(
         (["parallel.tensor=4", "slurm.gpus_per_node=8"], None),
         (["parallel.context=4", "slurm.gpus_per_node=8"], None),
         (["parallel.context=4", "parallel.tensor=4", "slurm.gpus_per_node=8"], "asks for 2 of"),
-        (["parallel.context=3", "slurm.gpus_per_node=8"], "which it must divide"),
+        (
+            ["parallel.context=3", "slurm.gpus_per_node=8"],
+            "must divide the number of ranks of replicate x shard",
+        ),
         ([], None),
     ],
 )

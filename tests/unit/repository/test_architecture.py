@@ -178,7 +178,7 @@ def test_every_owner_imports_what_it_owns(third_party):
 @pytest.mark.parametrize(
     ("decision", "owner"),
     [
-        ("choose_layout(", "plan/resolve.py"),
+        ("= choose_layout(", "plan/resolve.py"),
         ("-global_rows // ", "step/layout.py"),
         ("2 * (ranks - 1)", "step/layout.py"),
         ("balance_stages(", "step/layout.py"),

@@ -178,7 +178,9 @@ def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
         assert (share.cpus, share.threads) == (before.cpus, before.threads)
         assert (share.warning or "").startswith(before.warning or "")
         said |= {
-            n for n in range(4) if f"GPU is at NUMA node {n}, where it" in (share.warning or "")
+            n
+            for n in range(4)
+            if f"GPU is at NUMA node {n}, where the rank" in (share.warning or "")
         }
     assert said == warned
 
