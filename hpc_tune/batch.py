@@ -181,7 +181,7 @@ def costliest_batch(num_rows: int, seq_len: int) -> Batch:
     )
 
 
-def empty_batch(first_row: int, form: Form = "answers") -> Batch:
+def padding_batch(first_row: int, form: Form = "answers") -> Batch:
     """Return a row of one token without a label: it joins collectives and changes nothing.
 
     Like other batches of ``form``, it may have pairs (zero of them) and an empty mismatched batch.

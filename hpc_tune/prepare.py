@@ -54,7 +54,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             written = [out, held_out]
             prepare_file(path, out, data, tokenizer, comm, "train", config.tune.form)
             prepare_file(path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
-            log.info("wrote %s and %s. Use them with", out, held_out)
+            log.info("wrote %s and %s. Use them with:", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
         for file in written if comm.is_rank_0 else ():
             warn_of_cut_documents(TokenStore.open(file), data.seq_len)

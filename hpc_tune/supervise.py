@@ -489,7 +489,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
 
 
 def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
-    log.info("the last start ended: step %d: %s", lost.to_step, lost.reason)
+    log.info("the previous start ended at step %d: %s", lost.to_step, lost.reason)
     _append_start(run_dir, lost)
     owner.forget_start(run_dir)
     return lost

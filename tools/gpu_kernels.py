@@ -41,9 +41,9 @@ _FILES = {
 }
 # By parts of a function's qualified name; includes our functions in faster_layers.py.
 _FUNCTIONS = (
-    ("_RmsNorm.", "norms"),
+    ("_RmsNormFunction.", "norms"),
     ("_rms_norm_forward", "norms"),
-    ("_SwiGlu.", "gated product"),
+    ("_SwiGluFunction.", "gated product"),
     ("_swiglu_forward", "gated product"),
     ("RMSNorm.", "norms"),
     ("apply_rotary_pos_emb", "rotary"),

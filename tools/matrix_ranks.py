@@ -19,7 +19,7 @@ import psutil
 import torch
 from matrix_page import LAYOUTS
 
-from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.batch import Batch, padding_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.packed_rows import make_batch
@@ -84,7 +84,7 @@ def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
     rows = [given[:2], given[2:]] if row["packing"] else [[one] for one in given]
     mine = rows[data_rank :: layout.data_parallel_size]
     made = [make_batch([one], sum(LENGTHS), number) for number, one in enumerate(mine)]
-    return made or [empty_batch(0)]
+    return made or [padding_batch(0)]
 
 
 def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:

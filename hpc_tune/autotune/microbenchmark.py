@@ -123,7 +123,7 @@ def measure_compute(
     times = [_time_work(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
     [alone_s] = comm.max([statistics.median(times or [0.0])])
     block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
-    unshard_s = _copy_s_per_byte(comm)
+    unshard_s = _unshard_s_per_byte(comm)
     # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
     gathers_s = network.collective_s("all_gather", [order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_GATHERS_S:
@@ -193,7 +193,7 @@ def _update_s_per_value(comm: Comm, optim: OptimConfig) -> float:
     return _slowest_rank_s(optimizer.step, comm) / _BUFFER_VALUES
 
 
-def _copy_s_per_byte(comm: Comm) -> float:
+def _unshard_s_per_byte(comm: Comm) -> float:
     """Return the seconds per byte to allocate two buffers, zero one and copy it to the other."""
 
     def copy() -> None:

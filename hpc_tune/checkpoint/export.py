@@ -228,7 +228,7 @@ def export_merged(
         if (scaling := read_rope_scaling(checkpoint, base)) is not None:
             _write_rope_scaling(temporary / "config.json", base, scaling)
         if merged.changes_dtypes:
-            _set_config_dtype(temporary / "config.json", dtype)
+            _describe_merged_weights_in_config(temporary / "config.json", dtype)
         write_chat_template(template, base, temporary)
         write_model_card(checkpoint, base, temporary, "merged")
     progress.close()
@@ -312,7 +312,7 @@ def _write_rope_scaling(file: Path, base: Path, scaling: Mapping[str, Any]) -> N
     file.write_text(json.dumps(scaled, indent=2), encoding="utf-8")
 
 
-def _set_config_dtype(file: Path, dtype: torch.dtype | None) -> None:
+def _describe_merged_weights_in_config(file: Path, dtype: torch.dtype | None) -> None:
     """Set the dtype in a config.json and remove quantization, which merged weights do not have."""
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in config_parts(config):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hpc_tune.convert import hf_trainer, preferences, rules
-from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LISTS, list_usable_files
+from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LISTS, list_readable_data_files
 from hpc_tune.convert.rules import (
     NO_ADAPTERS,
     OFF_IN_THEIRS,
@@ -291,7 +291,7 @@ _MAPPED: dict[str, Rule] = {
     ),
     "torch_compile": rules.torch_compile_rule("context_parallel_size", "sequence_parallel_degree"),
     "eval_steps": hf_trainer.eval_steps_rule(
-        "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
+        "val_set_size", lambda theirs: bool(list_readable_data_files("test_datasets", theirs))
     ),
     "early_stopping_patience": hf_trainer.early_stop_rule("val_set_size"),
     "noisy_embedding_alpha": hf_trainer.NEFTUNE_RULE,

@@ -62,7 +62,7 @@ _PREFERENCE_KEYS = {
 _READ_AS = {"conversations": "messages"}  # a column name that needs no entry in data.columns
 
 
-def list_usable_files(part: str, theirs: ForeignConfig) -> list[str]:
+def list_readable_data_files(part: str, theirs: ForeignConfig) -> list[str]:
     """Return the files of all datasets in a part (such as datasets) that hpc_tune can read."""
     return [file for item in theirs.items(part) for file in _usable_files(item)]
 
@@ -91,7 +91,7 @@ def _path_rule(part: str, ours: str) -> Rule:
                 return rules.explain_hub_data(value, ours)
             instead = f"write it as JSONL or Parquet into a folder, and name that in {ours}"
             return Unsupported(instead, to_do=True)
-        files = list_usable_files(part, theirs)
+        files = list_readable_data_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
 
     return rule
@@ -185,7 +185,7 @@ def _shards_rule(part: str, ours: str) -> Rule:
 
 
 def _single_file(part: str, theirs: ForeignConfig) -> str | None:
-    files = list_usable_files(part, theirs)
+    files = list_readable_data_files(part, theirs)
     return files[0] if len(files) == 1 else None
 
 

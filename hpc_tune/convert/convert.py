@@ -299,7 +299,8 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
 
     def value_of(key: str, chain: tuple[str, ...]) -> Any:
         if key in chain:
-            raise ConfigError(f"{' and '.join(chain)} in their config refer to each other")
+            circle = [*chain[chain.index(key) :], key]
+            raise ConfigError(f"keys in their config refer to each other: {' -> '.join(circle)}")
         if key not in values:
             raise ConfigError(f"{chain[-1]} in their config refers to ${{{key}}}, which is not set")
         value = values[key]

@@ -153,31 +153,33 @@ class SpecialTokenEscapes:
         they are part of an answer's format. Tokens around turns are hidden in every message.
         """
         return [
-            self._hide_in_answer(m) if m["role"] == "assistant" else self.hide_in_value(m)
+            self._hide_special_tokens_in_answer(m)
+            if m["role"] == "assistant"
+            else self.hide_special_tokens(m)
             for m in messages
         ]
 
-    def _hide_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _hide_special_tokens_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
         text = message.get("content")
         self._counters.own_controls += len(self._own.findall(text)) if text else 0
         return {
-            key: self.hide_in_value(
+            key: self.hide_special_tokens(
                 value, self._but_own if key == "content" else self._but_reasoning
             )
             for key, value in message.items()
         }
 
-    def hide_in_value(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
+    def hide_special_tokens(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
         """Return a JSON value with typed special tokens hidden in all of its strings."""
         if isinstance(value, str):
             return (typed or self._all).sub(self._hide_token, value)
         if isinstance(value, dict):
             return {
-                self.hide_in_value(key, typed): self.hide_in_value(item, typed)
+                self.hide_special_tokens(key, typed): self.hide_special_tokens(item, typed)
                 for key, item in value.items()
             }
         return (
-            [self.hide_in_value(item, typed) for item in value]
+            [self.hide_special_tokens(item, typed) for item in value]
             if isinstance(value, list)
             else value
         )

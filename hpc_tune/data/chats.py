@@ -254,7 +254,7 @@ class Renderer:
         the arguments of calls as a JSON string, as OpenAI has them.
         """
         messages = self.escapes.hide_in_messages(chat.messages)
-        chat = replace(chat, messages=messages, tools=self.escapes.hide_in_value(chat.tools))
+        chat = replace(chat, messages=messages, tools=self.escapes.hide_special_tokens(chat.tools))
         try:
             return chat, self._apply_template(chat.messages, with_generation_prompt, chat.tools)
         except TEMPLATE_ERRORS:

@@ -93,7 +93,7 @@ class Configuration:
     splits: dict[str, list[Path]]
     patterns: dict[str, list[Any]]
 
-    def data_path_setting(self, folder: Path, split: str) -> str:
+    def data_path_of_split(self, folder: Path, split: str) -> str:
         """Return the data.path that reads a whole split and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
@@ -122,7 +122,7 @@ def choose_train_files(
         raise DataError(
             f"{folder} holds several configurations, as its card says; name the files of one: "
             + _list_choices(
-                [(c.name, c.data_path_setting(folder, _choose_split(c.splits))) for c in default]
+                [(c.name, c.data_path_of_split(folder, _choose_split(c.splits))) for c in default]
             )
         )
     (chosen,) = default
@@ -131,7 +131,7 @@ def choose_train_files(
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train in its card; name the files of one: "
-            + _list_choices([(split, chosen.data_path_setting(folder, split)) for split in splits])
+            + _list_choices([(split, chosen.data_path_of_split(folder, split)) for split in splits])
         )
     left_out: dict[Path, str] = {}
     for config in configs:

@@ -443,7 +443,9 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
         ) from None
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise DataError(f"{path}: {', '.join(missing)} is missing; copy the whole folder")
+        raise DataError(
+            f"{path} lacks {', '.join(missing)}, listed in its {STATE_FILE}; copy the whole folder"
+        )
     return FoundFiles(files)
 
 

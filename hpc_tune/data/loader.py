@@ -356,7 +356,7 @@ class HeldOutRows:
     def batches(self, micro_size: int = 1) -> Iterator[Batch]:
         """Yield this rank's batches: the same number on every rank.
 
-        The end is padded with ``empty_batch``.
+        The end is padded with ``padding_batch``.
         """
         for start in range(0, self._num_rows, self._size * micro_size):
             stop = min(start + self._size * micro_size, self._num_rows)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, empty_batch
+from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, padding_batch
 from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokensAndMask, TokenStore
 from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
@@ -243,7 +243,7 @@ def make_micro_batches(
         batches.append(
             _read_batch(rows, numbers, own_rows.step)
             if numbers
-            else empty_batch(own_rows.start, rows.form)
+            else padding_batch(own_rows.start, rows.form)
         )
     return batches
 

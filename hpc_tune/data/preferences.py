@@ -195,7 +195,7 @@ def to_pair(record: Any) -> PreferencePair:
     weight = read_weight(record, "the row")
     if weight == 0:
         raise NotLearned
-    _require_unit_weight(weight is None or weight == 1)
+    _refuse_row_weight(weight is None or weight == 1)
     _require_same_tools(record)
     prompt, chosen, rejected = _split_row(record, better, worse)
     if chosen == rejected:
@@ -514,7 +514,7 @@ def _read_labeled_answer(
         for name, text in (("prompt", example.prompt), ("answer", example.completion)):
             if not text.strip():
                 raise WrongRecord(f"the {name} is empty text, expected a prompt and its answer")
-        _require_unit_weight(example.weight == 1)
+        _refuse_row_weight(example.weight == 1)
         return replace(example, plain_answers=())
     last = example.messages[-1]
     if last["role"] != "assistant" or not _has_content(last):
@@ -529,7 +529,7 @@ def _read_labeled_answer(
     return _exclude_answers_before(example, begin)
 
 
-def _require_unit_weight(is_one: bool) -> None:
+def _refuse_row_weight(is_one: bool) -> None:
     """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
     if not is_one:
         raise WrongRecord(
@@ -540,7 +540,7 @@ def _require_unit_weight(is_one: bool) -> None:
 
 
 def _exclude_answers_before(chat: Chat, first: int) -> Chat:
-    _require_unit_weight(chat.weight == 1 and not chat.weights)
+    _refuse_row_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
     unlearned = chat.unlearned | {number for number in answers if number < first}
     if unlearned == answers:

@@ -273,7 +273,7 @@ def time_group_waits(
         post_backward(*unused)
         sums.end_wait(group)
 
-    def timed_reshard() -> None:
+    def reshard_then_restart_wait() -> None:
         reshard()
         sums.restart_wait()
 
@@ -282,7 +282,7 @@ def time_group_waits(
             finalize()
 
     group.wait_for_unshard, group.finalize_backward = timed_wait, timed_finalize
-    group.post_backward, group.reshard = timed_post_backward, timed_reshard
+    group.post_backward, group.reshard = timed_post_backward, reshard_then_restart_wait
 
 
 class ReduceScatterWaits:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.batch import Batch, padding_batch
 from hpc_tune.engine.activation_checkpoint import (
     OffloadedInputs,
     checkpoint_blocks,
@@ -54,7 +54,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
-from hpc_tune.engine.row_pieces import RowPieces
+from hpc_tune.engine.row_pieces import MlpPieces
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
@@ -164,7 +164,7 @@ class NativeEngine:
         modules = [stage.module for stage in self.stages]
         self._watch.hook_routers(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
-        self.pieces = RowPieces(blocks, settings)
+        self.pieces = MlpPieces(blocks, settings)
         self.levers = self._make_levers(blocks)
         self._sharded = [t for t in self._trained if t.is_sharded]
         self.can_repeat_steps = plan.only_replicates
@@ -375,7 +375,7 @@ class NativeEngine:
         ]
         first_row = batches[0].first_row if batches else 0
         return kept + [
-            empty_batch(first_row) for _ in range(self._plan.num_padding_micros(len(kept)))
+            padding_batch(first_row) for _ in range(self._plan.num_padding_micros(len(kept)))
         ]
 
     def _reduce_gradients(self) -> None:

@@ -39,7 +39,7 @@ _NORM_CLASS = re.compile(r"(RMS|Layer)Norm$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
 
 
-class RowPieces:
+class MlpPieces:
     """The number of pieces in which an engine computes its MLPs; may change between two steps.
 
     ``has_mlps``: whether there are any that can be cut.

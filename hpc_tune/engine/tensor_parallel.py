@@ -74,7 +74,7 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
 
     Returns the model and the names of the trained parameters whose gradients are partial sums.
     """
-    slicer = _Slicer(axis)
+    slicer = _ParameterSlicer(axis)
     lm = built.module.causal_lm()
     decoder, plan = find_decoder(lm), read_tp_plan(built.config)
     seen: set[nn.Module] = set()
@@ -111,7 +111,7 @@ def _named_parameters(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
     return built.module.named_parameters()
 
 
-class _Slicer:
+class _ParameterSlicer:
     """Replaces parameters with slices and records where each lies."""
 
     def __init__(self, axis: TensorAxis) -> None:

@@ -132,7 +132,7 @@ def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock
-    out: torch.Tensor = _RmsNorm.apply(x, self.weight, self.variance_epsilon)
+    out: torch.Tensor = _RmsNormFunction.apply(x, self.weight, self.variance_epsilon)
     return out
 
 
@@ -146,7 +146,7 @@ def _torch_rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x_fp32 = x.float()
@@ -212,11 +212,11 @@ def _make_swiglu_trial(module: Any, rng: torch.Generator) -> tuple[nn.Module, to
 
 
 def _swiglu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))
+    out: torch.Tensor = self.down_proj(_SwiGluFunction.apply(self.gate_proj(x), self.up_proj(x)))
     return out
 
 
-class _SwiGlu(torch.autograd.Function):
+class _SwiGluFunction(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod

@@ -242,13 +242,13 @@ def _experts_forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     layer = _ExpertLayer(self, self.__dict__[_WRAPPERS_ATTRIBUTE])
-    out_TO: torch.Tensor = _GroupedExperts.apply(
+    out_TO: torch.Tensor = _GroupedExpertsFunction.apply(
         layer, hidden_states, top_k_index, top_k_weights, *layer.weights()
     )
     return out_TO
 
 
-class _GroupedExperts(torch.autograd.Function):
+class _GroupedExpertsFunction(torch.autograd.Function):
     """The experts' output; backward, gradients of tokens, routing weights and trained weights.
 
     Weights come in the order of ``_ExpertLayer.weights``: two stacks, two biases, A and B of both.

@@ -205,8 +205,8 @@ def language_config(config: Any, directory: Path) -> Any:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
     if "Diffusion" in of_class:
         raise DataError(
-            f"{directory}: a {kind} model fills blocks of text in many steps; only models that "
-            "predict the next token are trained here"
+            f"{directory}: {kind} is a text diffusion model; only models that predict the next "
+            "token (causal LMs) can be trained"
         )
     if auto_model_class(config) is None:
         raise DataError(

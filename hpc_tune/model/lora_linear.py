@@ -249,7 +249,7 @@ def _compute_outputs(
         flat += [base.weight, bias, adapter_weight(layer, "A"), adapter_weight(layer, "B"), b_OR]
     packed = tuple(layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers)
     scales = tuple(map(adapter_scale, layers))
-    outs = _LoraLinear.apply(
+    outs = _LoraLinearsFunction.apply(
         x, None if x_after_dropout is x else x_after_dropout, packed, scales, a_SI, *flat
     )
     return [outs] if isinstance(outs, torch.Tensor) else cast("tuple[torch.Tensor, ...]", outs)
@@ -309,7 +309,7 @@ def _cast_adapters(
     return a_SI, [(scale * b).to(dtype) for scale, b in zip(scales, b_s, strict=True)]
 
 
-class _LoraLinear(torch.autograd.Function):
+class _LoraLinearsFunction(torch.autograd.Function):
     """Outputs of layers for one input; backward, gradients of it and of each A and B.
 
     ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed`` has the base of

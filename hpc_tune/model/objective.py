@@ -60,7 +60,7 @@ class TokenSum:
         return losses_N.sum(0, keepdim=True)  # not a view: FSDP2 warns about views
 
 
-class LogProbabilities:
+class AnswerLogProbabilities:
     """Not a loss: the summed log-probabilities of the answers, [P * 2]."""
 
     num_sums = 0

@@ -132,7 +132,7 @@ class RankShare:
     def _exchange_heads(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         num_rows, _, num_own, _ = inputs_BHSD[0].shape
         size, exchange = self.part.size, self._collectives.all_to_all
-        parts = [self._group_heads_by_rank(x) for x in repeat_keys(inputs_BHSD, size)]
+        parts = [self._group_heads_by_rank(x) for x in repeat_kv_heads(inputs_BHSD, size)]
         widths = [part.shape[2] * part.shape[3] for part in parts]
         sent_CNF = torch.cat([part.flatten(2) for part in parts], -1)
         come_CNF: torch.Tensor = _AllToAll.apply(sent_CNF, exchange)
@@ -218,7 +218,7 @@ class _SumOfShares(torch.autograd.Function):
         return grad, None
 
 
-def repeat_keys(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+def repeat_kv_heads(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
     """Return queries, keys and values whose heads ``size`` ranks share evenly; ``size`` divides H.
 
     If there are too few key and value heads, each is repeated; autograd adds up their gradients.

@@ -404,8 +404,8 @@ def _load_without_class(directory: Path, error: Exception) -> Any:
             "into it, or fetch it whole: hf download NAME --local-dir DIR"
         ) from None
     log.info(
-        "%s: its tokenizer.json is used; the class that tokenizer_config.json names cannot be "
-        "built from it (%s)",
+        "%s: transformers cannot load the tokenizer class that tokenizer_config.json names, so "
+        "tokenizer.json is loaded without it (%s)",
         directory,
         first_line(error),
     )

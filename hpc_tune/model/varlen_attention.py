@@ -286,7 +286,10 @@ def varlen_kernel_fault(
         why = f"sliding windows: {why}"
     if queries_are_partial:
         why = f"the last tokens of documents: {why}"
-    log.warning("packed rows keep a T x T mask: %s", why)
+    log.warning(
+        "packed rows use a mask of row length x row length, which takes more time and memory: %s",
+        why,
+    )
     return why
 
 

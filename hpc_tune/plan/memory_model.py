@@ -260,12 +260,12 @@ def _step_bytes(
         offloaded = trace.optimizer_bytes
         rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
         return _StepBytes(
-            loaded, *rest, offloaded + _zero_pinned_extra_bytes(trace, parallel.zero_stage)
+            loaded, *rest, offloaded + _deepspeed_extra_pinned_bytes(trace, parallel.zero_stage)
         )
     return _StepBytes(loaded, idle, peak, evaluation)
 
 
-def _zero_pinned_extra_bytes(trace: TraceReport, stage: int | None) -> int:
+def _deepspeed_extra_pinned_bytes(trace: TraceReport, stage: int | None) -> int:
     """Return the bytes of DeepSpeed's pinned memory beyond the offloaded optimizer state.
 
     Stages 1 and 2 pin this rank's fp32 copy of the weights and an additional gradient of the same

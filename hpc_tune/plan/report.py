@@ -48,11 +48,11 @@ from hpc_tune.plan.resolve import (
     MIN_ROW_PIECE_TOKENS,
     ModelShape,
     ResolvedLayout,
-    choose_row_pieces,
     min_micro_rows,
     open_shape,
     planned_dtype,
     resolve,
+    resolve_row_pieces,
     rows_per_rank,
     with_layout,
 )
@@ -312,7 +312,7 @@ def make_plan(
         has_experts = is_mixture_of_experts(built.module)
         if on_gpu and not why_not_compiled(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
-        asked = choose_row_pieces(config.parallel, tune, train, seq_len, built.module)
+        asked = resolve_row_pieces(config.parallel, tune, train, seq_len, built.module)
         resolved = resolve(asked, size, built.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(

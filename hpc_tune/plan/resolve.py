@@ -180,7 +180,7 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     return problems
 
 
-def choose_row_pieces(
+def resolve_row_pieces(
     parallel: ParallelConfig,
     tune: TuneConfig,
     train: TrainConfig,

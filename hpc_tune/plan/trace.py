@@ -53,10 +53,10 @@ from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import (
     ModelShape,
-    choose_row_pieces,
     min_micro_rows,
     planned_dtype,
     resolve,
+    resolve_row_pieces,
 )
 from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute, simulate_attention_scratch
 from hpc_tune.step.layout import Layout
@@ -376,7 +376,7 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
     built, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
     sections = (config.parallel, config.tune, config.train)
-    asked = choose_row_pieces(*sections, config.data.seq_len, built.module)
+    asked = resolve_row_pieces(*sections, config.data.seq_len, built.module)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = min_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)

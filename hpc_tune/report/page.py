@@ -339,7 +339,7 @@ def _render_heading(run: Run) -> str:
     if command := rerun_command(run):
         rows.append(("To repeat it", command))
     chosen = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := facts.displacement_warning(facts.longest_falling_streak(chosen)):
+    if warning := facts.likelihood_displacement_warning(facts.longest_falling_streak(chosen)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(

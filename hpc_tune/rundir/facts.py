@@ -248,7 +248,7 @@ def extend_falling_streak(streak: Streak, log_prob: float) -> Streak:
     return (*streak, log_prob) if streak and log_prob < streak[-1] else (log_prob,)
 
 
-def displacement_warning(streak: Streak) -> str | None:
+def likelihood_displacement_warning(streak: Streak) -> str | None:
     """Return a warning if log-probabilities fell ``MIN_LOG_PROB_FALLS`` times in a row."""
     falls = len(streak) - 1
     if falls < MIN_LOG_PROB_FALLS:

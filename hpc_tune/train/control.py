@@ -78,7 +78,7 @@ class StepStatus:
         """
         *own, levels, loss_tokens_by_source = astuple(self)
         numbers = [*own, *levels, *loss_tokens_by_source]
-        values_by_rank = comm.gather_numbers([*numbers, *astuple(usage)])
+        values_by_rank = comm.gather_by_value([*numbers, *astuple(usage)])
         sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
         of_sources = len(own) + len(levels)
         terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
@@ -122,7 +122,7 @@ class Control:
         """``state``: the state that checkpoints save, without what changes at each step."""
         self.trainer, self.saver, self.recorder = trainer, saver, recorder
         self.start_step = trainer.step
-        self.step_limit = job.step_limit()
+        self.stall_watch = job.make_stall_watch()
         self._job, self._comm, self._faults = job, job.step_comm, job.faults
         self._governor, self._evaluation, self._state = governor, evaluation, state
         self._profile = StepProfile(
@@ -154,7 +154,7 @@ class Control:
         trainer, saver, step = self.trainer, self.saver, self.trainer.step
         if step >= trainer.total_steps or self._evaluation.early_stop_reason:
             return StepDecision(goes_on=False)
-        self.step_limit.enter(f"beginning step {step + 1}")
+        self.stall_watch.enter(f"beginning step {step + 1}")
         self._batches = trainer.next_batches()
         # What must still fit before the time limit: another step like the last, and two saves.
         margin_s = self._step_s + 2 * saver.last_save_s
@@ -305,7 +305,7 @@ class Control:
     def _enter_phase(self, phase: Phase, activity: str) -> None:
         """Enter a phase of the memory plan, on all ranks together."""
         self._job.monitor.enter(phase, activity)
-        self.step_limit.enter(activity)
+        self.stall_watch.enter(activity)
 
     def _save(self) -> None:
         """Begin a save; if training waits for it, first return freed memory to the system."""

@@ -197,7 +197,7 @@ class Evaluation:
             log.warning(
                 "step %d: %s",
                 step,
-                facts.displacement_warning(self.evals.chosen),
+                facts.likelihood_displacement_warning(self.evals.chosen),
                 extra=SAME_ON_ALL_RANKS,
             )
         return EvalResult(num, eval_s, measures, losses)

@@ -68,7 +68,7 @@ class Job:
     chosen: Candidate | None
     faults: Faults
 
-    def step_limit(self) -> StallWatch:
+    def make_stall_watch(self) -> StallWatch:
         """Return a watchdog that ends the world if training makes no progress."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
         lost = partial(fail_run, self.setup_comm, run_dir=self.dir)

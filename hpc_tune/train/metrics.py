@@ -459,7 +459,7 @@ class Recorder:
 
     def record_now(self) -> None:
         """Record the step with a separate exchange, before an evaluation or a save. Collective."""
-        self.record(UsageByRank(*self._comm.gather_numbers(astuple(self.own_usage))))
+        self.record(UsageByRank(*self._comm.gather_by_value(astuple(self.own_usage))))
 
     def close(self) -> None:
         """Close the files and the progress bar."""

@@ -31,10 +31,10 @@ from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import (
     ResolvedLayout,
-    choose_row_pieces,
     gathered_keys_warnings,
     list_useless_settings,
     resolve,
+    resolve_row_pieces,
 )
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
@@ -122,7 +122,7 @@ def build_model(job: Job, is_fresh: bool) -> Model:
     built = comm.run_and_agree("building the model", make)
     _log_ignored_parts(built)
     if config.tune.form != "pairs":
-        _log_position_scaling(
+        _log_fit_of_positions(
             built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens"
         )
     kind = built.config.model_type
@@ -167,13 +167,13 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
     longest = comm.run_on_rank_0(
         "looking at the pairs", lambda: max(store.longest_side() for store in sources)
     )
-    _log_position_scaling(
+    _log_fit_of_positions(
         model.built, longest, f"{longest} tokens, the longest answer with its prompt,"
     )
     return replace(model, built=replace(model.built, seq_len=longest))
 
 
-def _log_position_scaling(built: BuiltModel, longest: int, what: str) -> None:
+def _log_fit_of_positions(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of ``longest`` tokens; ``what`` describes the texts."""
     too_long = why_texts_too_long(built.config, built.directory, built.rope_scaling, longest, what)
     if too_long:
@@ -347,7 +347,7 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     """
     config, comm = model.config, job.setup_comm
     sections, module = (config.parallel, config.tune, config.train), model.built.module
-    asked = choose_row_pieces(*sections, config.data.seq_len, module)
+    asked = resolve_row_pieces(*sections, config.data.seq_len, module)
     machine = detect_machine(comm, job.monitor.limit.num_bytes)
     resolved = resolve(
         asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank

@@ -34,7 +34,7 @@ from hpc_tune.log import Progress, log
 from hpc_tune.memory.policy import Phase
 from hpc_tune.model.float8 import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
-from hpc_tune.model.objective import LogProbabilities, PreferenceSums
+from hpc_tune.model.objective import AnswerLogProbabilities, PreferenceSums
 from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
@@ -122,7 +122,9 @@ def _compute_reference(
     for mismatched in (False, True) if store.form == "labels" else (False,):
         for documents, sums_M2 in _group_results(
             (rows.documents_in(batch), log_probs)
-            for batch, log_probs in engine.objective_sums(batches(mismatched), LogProbabilities())
+            for batch, log_probs in engine.objective_sums(
+                batches(mismatched), AnswerLogProbabilities()
+            )
         ):
             np.add.at(reference, documents, sums_M2)
     progress.close()
@@ -269,7 +271,9 @@ def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool 
     The host waits for the device only once, at the end.
     """
     counted, found = [], []
-    for batch, log_probs in engine.objective_sums(mismatched, LogProbabilities(), within_step):
+    for batch, log_probs in engine.objective_sums(
+        mismatched, AnswerLogProbabilities(), within_step
+    ):
         if batch.pairs is not None and len(batch.pairs.num_loss_tokens_P2):
             counted.append(batch.pairs)
             found.append(log_probs)

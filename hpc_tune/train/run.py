@@ -218,7 +218,7 @@ def _train(
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
         energy = RunEnergyMeter(job)
-        with control.step_limit.watching(), defer_garbage_collection():
+        with control.stall_watch.watching(), defer_garbage_collection():
             outcome = train(control.trainer, control)
         finish(job, model, forecast, control, energy, outcome)
     return outcome

@@ -183,8 +183,9 @@ def determine_phases(
         return [MixturePhase(parts)]
     if "phases" not in saved:
         raise ConfigError(
-            "the checkpoint is of a run on data.path, but data.sources is set: give its data.path,"
-            " or another run.dir with checkpoint.resume=none and tune.init_from"
+            "the checkpoint is from a run with data.path, but this run sets data.sources: set that "
+            "run's data.path again, or start a new run from its adapter (another run.dir, "
+            "checkpoint.resume=none, tune.init_from)"
         )
     try:
         phases, row = phases_from_json(saved["phases"]), int(saved["rows"])

@@ -35,8 +35,8 @@ from hpc_tune.world.device import (
     enable_expandable_segments,
     find_visible_gpus,
     gather_visible_gpus,
-    gpu_numa_nodes,
     hidden_gpus_warning,
+    numa_nodes_by_rank,
     pick_device,
 )
 from hpc_tune.world.discover import World, discover, local_world_fields, make_host_key, number_nodes
@@ -334,7 +334,7 @@ def _choose_device(
     device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.from_json(row) for row in exchange.all_gather(asdict(report))]
     warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
-    nodes = gpu_numa_nodes(seen) if device.type == "cuda" else []
+    nodes = numa_nodes_by_rank(seen) if device.type == "cuda" else []
     gpu_nodes = [
         None if n is None else affinity.NumaNode(n, read_numa_node_cpus(SYS, n)) for n in nodes
     ]

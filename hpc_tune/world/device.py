@@ -260,7 +260,7 @@ def set_thread_device(device: "torch.device") -> None:
     torch.cuda.set_device(device)
 
 
-def gpu_numa_nodes(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
+def numa_nodes_by_rank(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU; None without a GPU or if unknown (pure)."""
     chosen = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
     return [

@@ -224,7 +224,7 @@ def _describe_process(peer: Peer) -> str:
     return f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
 
 
-def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledError:
+def unresponsive_ranks_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledError:
     """Return the error that names ranks without any thread that answers."""
     verb = "does" if len(peers) == 1 else "do"
     return StalledError(

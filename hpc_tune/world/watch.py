@@ -98,8 +98,8 @@ from hpc_tune.world.failure import (
     find_dead_peers,
     gone_error,
     lost_host_error,
-    silent_error,
     stalled_error,
+    unresponsive_ranks_error,
 )
 from hpc_tune.world.processes import is_alive
 from hpc_tune.world.rendezvous import local_addresses
@@ -298,7 +298,7 @@ class RollCall:
     def _report_silent(self, silent: list[int]) -> None:
         if not self._watcher.is_closed:
             peers = [self._comm.roster[rank] for rank in silent]
-            self._end_world(silent_error(peers, self._comm.activity[0], self._limit_s))
+            self._end_world(unresponsive_ranks_error(peers, self._comm.activity[0], self._limit_s))
 
 
 class HostWatch:
@@ -416,13 +416,13 @@ class HostWatch:
                     self._send_to_all(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
                     self._report_and_exit(
-                        self._gone_error(
+                        self._ended_ranks_error(
                             self._ended_on_other_hosts() | self._joint_end_times_s().keys()
                         )
                     )
                     return
 
-    def _gone_error(self, launched: Set[int]) -> GoneError:
+    def _ended_ranks_error(self, launched: Set[int]) -> GoneError:
         """Return the error that names ranks that have ended; an idle rank has no current number."""
         roster = self._now.roster
         known = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launched]

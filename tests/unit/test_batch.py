@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_tune.batch import empty_batch
+from hpc_tune.batch import padding_batch
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_micro_batches
 from tests.unit.data.test_pair_store import LABELLED, PAIRS, prepared
@@ -70,6 +70,6 @@ def test_own_and_mismatched_answers_keep_their_own_numbers_of_tokens(tmp_path, p
 
 @pytest.mark.parametrize("form", ROWS)
 def test_an_empty_batch_has_the_parts_of_others_of_its_form(pinned, form):
-    batch = empty_batch(3, form)
+    batch = padding_batch(3, form)
     assert batch.form == form
     assert_same(batch.pinned(), batch)

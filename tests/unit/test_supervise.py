@@ -262,7 +262,7 @@ def test_how_a_start_ended_that_took_its_supervisor_with_it_is_told_and_kept(tmp
     job.process.stderr.close()
     job = Job(tmp_path, says("done", "all steps done", 0, 9))
     assert job.end() == 0
-    assert "the last start ended: step 4: host n1 (rank 0) is gone" in job.stderr
+    assert "the previous start ended at step 4: host n1 (rank 0) is gone" in job.stderr
     first, second = job.starts()
     assert (first["from_step"], first["to_step"], first["lost_nodes"]) == (0, 4, True)
     assert first["reason"] == "host n1 (rank 0) is gone"
@@ -276,7 +276,10 @@ def test_a_start_that_is_killed_as_a_whole_is_told_of_by_what_it_did_last(tmp_pa
     owner.note_start(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
     job = Job(tmp_path, says("done", "all steps done", 0, 9))
     assert job.end() == 0
-    assert "the last start ended: step 0: its job was killed, or lost its first node" in job.stderr
+    assert (
+        "the previous start ended at step 0: its job was killed, or lost its first node"
+        in job.stderr
+    )
     assert [start["status"] for start in job.starts()] == ["failed", "done"]
 
 

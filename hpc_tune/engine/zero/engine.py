@@ -47,7 +47,7 @@ from hpc_tune.engine.context_parallel import (
     share_batches,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.row_pieces import RowPieces
+from hpc_tune.engine.row_pieces import MlpPieces
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.settings import load_async_io
@@ -159,7 +159,7 @@ class ZeroEngine:
             compile_blocks(blocks)
             compile_loss(built.module)
         self.levers = recompute_levers(blocks, parallel.recompute, inputs.saving_context)
-        self.levers |= RowPieces(blocks, settings).levers() | inputs.levers()
+        self.levers |= MlpPieces(blocks, settings).levers() | inputs.levers()
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         share_attention(built.module, self._share)
         self._engine = self._connect_and_load(built)

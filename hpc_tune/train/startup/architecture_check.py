@@ -47,7 +47,7 @@ from hpc_tune.model.shared_rows import (
     RowPart,
     cut_batch_to_rank,
     join_head_tail,
-    repeat_keys,
+    repeat_kv_heads,
 )
 from hpc_tune.model.stock_reference import (
     ArchitectureNotCheckable,
@@ -146,7 +146,7 @@ class StackedShare:
             return torch.cat([attention(n, query_CHSD[n : n + 1], *keys) for n in self.ranks])
         rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
         size = self.part.size
-        by_rank = zip(*(x.chunk(size, 1) for x in repeat_keys(rows, size)), strict=True)
+        by_rank = zip(*(x.chunk(size, 1) for x in repeat_kv_heads(rows, size)), strict=True)
         out_1THD = torch.cat([attention(n, *heads) for n, heads in enumerate(by_rank)], 2)
         return out_1THD.squeeze(0).unflatten(0, (size, -1))
 

@@ -51,7 +51,7 @@ def decide_micro_size(
     if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, now):
         return saved.micro_size
     most_rows = max_micro_rows(config.batch, layout)
-    limit = job.step_limit()
+    limit = job.make_stall_watch()
     limit.enter("measuring micro-batches")
     with limit.watching():
         return largest_micro_size(

@@ -406,7 +406,9 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
         (theirs(TUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
         (theirs(TUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
         (theirs(TUNE_LORA, output_dir="${gone}"), 1, "refers to ${gone}, which is not set"),
-        (theirs(TUNE_LORA, a="${b}", b="${a}"), 1, "refer to each other"),
+        (theirs(TUNE_LORA, a="${b}", b="${a}"), 1, "refer to each other: a -> b -> a"),
+        (theirs(TUNE_LORA, a="${a}"), 1, "refer to each other: a -> a"),
+        (theirs(TUNE_LORA, a="${b}", b="${b}"), 1, "refer to each other: b -> b"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message(config, ranks, words):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import models
 
-from hpc_tune.batch import IGNORED_LABEL, empty_batch
+from hpc_tune.batch import IGNORED_LABEL, padding_batch
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data import chunks
 from hpc_tune.data.encode import PreferenceEncoder
@@ -566,12 +566,12 @@ def test_held_out_rows_name_each_document_once_over_all_ranks(tmp_path, rows, fo
 
 def test_empty_batches_have_empty_pairs():
     for form in ("answers", "pairs", "labels"):
-        batch = empty_batch(3, form)
+        batch = padding_batch(3, form)
         assert batch.form == form
         assert batch.num_loss_terms == 0
         if form != "answers":
             assert [tensor.shape for tensor in batch.pairs.tensors] == [(0, 2), (0, 2), (0,)]
-    assert empty_batch(3, "labels").mismatched.pairs.num_loss_tokens_P2.shape == (0, 2)
+    assert padding_batch(3, "labels").mismatched.pairs.num_loss_tokens_P2.shape == (0, 2)
 
 
 def test_preferences_longer_than_a_row_are_refused(tmp_path):

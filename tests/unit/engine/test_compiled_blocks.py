@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.batch import Batch, padding_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import varlen_attention
@@ -134,5 +134,5 @@ def test_rows_with_a_mask_are_compiled_with_recompute_too():
 def test_the_empty_batch_is_not_compiled():
     module = model_of("llama", "none")
     compile_blocks(list(find_blocks(module)))
-    module(empty_batch(0)).backward()
+    module(padding_batch(0)).backward()
     assert not counters["stats"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hpc_tune.batch import empty_batch
+from hpc_tune.batch import padding_batch
 from hpc_tune.model.balance import (
     RouterSums,
     _infer_score_function,
@@ -111,7 +111,7 @@ def test_no_gradient_is_nan_where_an_expert_starves_or_a_batch_is_empty(score):
 
 
 def test_padding_and_empty_batches_have_no_real_tokens():
-    assert not real_token_mask(empty_batch(0)).any()
+    assert not real_token_mask(padding_batch(0)).any()
 
 
 def test_tokens_of_experts_are_counted_by_row():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
+from hpc_tune.batch import IGNORED_LABEL, Batch, padding_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
@@ -234,7 +234,7 @@ def test_a_label_that_is_ignored_adds_nothing(tiny):
 
 def test_an_empty_batch_has_a_loss_and_a_gradient_of_zero(tiny):
     module = loaded(tiny).module
-    loss = module(empty_batch(0))
+    loss = module(padding_batch(0))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())

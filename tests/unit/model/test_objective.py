@@ -6,10 +6,10 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from hpc_tune.batch import PreferencePairs, empty_batch
+from hpc_tune.batch import PreferencePairs, padding_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.objective import (
-    LogProbabilities,
+    AnswerLogProbabilities,
     Preference,
     PreferenceSums,
     TokenSum,
@@ -33,7 +33,7 @@ def batch_of(counts=COUNTS, desirable=(), kl=0.0):
         torch.tensor(desirable, dtype=torch.bool),
         kl,
     )
-    return replace(empty_batch(0), pairs=pairs)
+    return replace(padding_batch(0), pairs=pairs)
 
 
 def sums_of(objective, batch=None):
@@ -176,10 +176,10 @@ def test_an_answer_of_certain_tokens_has_finite_odds():
 def test_an_empty_micro_batch_has_sums_and_a_gradient_of_nothing():
     losses_N = torch.zeros(0, requires_grad=True)
     objective = Preference("dpo", 0.1)
-    sums = objective.sums(losses_N, empty_batch(0))
+    sums = objective.sums(losses_N, padding_batch(0))
     assert sums.tolist() == [0.0] * objective.num_sums
     sums[0].backward()
-    assert LogProbabilities().sums(losses_N, empty_batch(0)).numel() == 0
+    assert AnswerLogProbabilities().sums(losses_N, padding_batch(0)).numel() == 0
 
 
 def test_log_probabilities_are_those_of_documents_in_their_order():

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from hpc_tune.autotune.candidates import row_sharing_layouts
-from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, costliest_batch, empty_batch
+from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, costliest_batch, padding_batch
 from hpc_tune.data.packed_rows import make_batch
-from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
+from hpc_tune.model.objective import AnswerLogProbabilities, Preference, TokenSum
 from hpc_tune.model.shared_rows import (
     RankHeadsView,
     RowPart,
@@ -95,7 +95,7 @@ def test_a_row_without_padding_gets_it_where_ranks_do_not_divide_its_tokens():
 @pytest.mark.parametrize("is_head_tail", [False, True])
 @pytest.mark.parametrize("form", ["answers", "pairs", "labels"])
 def test_an_empty_batch_is_one_token_of_each_slice(form, is_head_tail):
-    parts = all_parts(empty_batch(0, form), 4, is_head_tail)
+    parts = all_parts(padding_batch(0, form), 4, is_head_tail)
     assert [part.tokens_BT.shape for part in parts] == [(1, 1 + is_head_tail)] * 4
     assert not any(part.num_loss_tokens for part in parts)
 
@@ -132,7 +132,7 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     whole = objective.sums(losses_N, batch)
     whole[0].backward()
     wanted, losses_N.grad = losses_N.grad, None
-    log_probs = LogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
+    log_probs = AnswerLogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
     rows_N = (batch.labels_BT != IGNORED_LABEL).nonzero()
     for rank in range(3):
         own = RowPart(rank, 3, is_head_tail)

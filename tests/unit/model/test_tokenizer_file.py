@@ -82,7 +82,7 @@ def test_a_class_that_cannot_be_made_of_the_file_leaves_the_file(tmp_path, caplo
     caplog.set_level("INFO", "hpc_tune")
     file = write(tmp_path, "T5Tokenizer")
     assert load_tokenizer(tmp_path).backend_tokenizer.encode(TEXT).ids == file.encode(TEXT).ids
-    assert "its tokenizer.json is used" in caplog.text
+    assert "tokenizer.json is loaded without it" in caplog.text
 
 
 def test_a_tokenizer_that_names_no_class_stays_as_it_is_and_nothing_is_said(tmp_path, caplog):

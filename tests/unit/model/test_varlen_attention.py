@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
-from hpc_tune.batch import Batch, costliest_batch, empty_batch
+from hpc_tune.batch import Batch, costliest_batch, padding_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.context_parallel import share_attention
@@ -123,7 +123,7 @@ def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
 
 def test_all_batches_of_a_run_bring_lengths():
     tokens = torch.arange(5).numpy(), torch.ones(5).numpy().astype(bool)
-    for made in (make_batch([[tokens, tokens]], 64, 0), costliest_batch(2, 8), empty_batch(0)):
+    for made in (make_batch([[tokens, tokens]], 64, 0), costliest_batch(2, 8), padding_batch(0)):
         starts = make_document_starts(made.document_lengths, CPU)
         assert (starts.num_rows, starts.num_tokens) == made.tokens_BT.shape
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hpc_tune.batch import costliest_batch, empty_batch
+from hpc_tune.batch import costliest_batch, padding_batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.step.layout import Layout
@@ -35,7 +35,7 @@ class TwoRanks:
     def __init__(self, represents_rows: bool) -> None:
         self.world = SimpleNamespace(rank=0 if represents_rows else 1)
 
-    def gather_numbers(self, values):
+    def gather_by_value(self, values):
         return [[value, value] for value in values]
 
 
@@ -94,4 +94,4 @@ def test_padding_is_no_document():
     assert [list(row) for row in batch.document_lengths] == [[5, 3], [2, 6]]
     assert batch.unpadded_document_lengths == [5, 3, 2]
     assert costliest_batch(2, 8).unpadded_document_lengths == [8, 8]
-    assert empty_batch(0).unpadded_document_lengths == []
+    assert padding_batch(0).unpadded_document_lengths == []

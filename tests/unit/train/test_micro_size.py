@@ -22,7 +22,7 @@ def rows_of(monkeypatch, saved=(), now=(), layout=LAYOUT):
     state = RunState(10, 40, "", {}, layout.saved, SAVED, before)
     limit = SimpleNamespace(enter=lambda _: None, watching=contextlib.nullcontext)
     job = SimpleNamespace(
-        config=config, step_limit=lambda: limit, setup_comm=None, monitor=None, step_comm=None
+        config=config, make_stall_watch=lambda: limit, setup_comm=None, monitor=None, step_comm=None
     )
     plan = SimpleNamespace(layout=LAYOUT)
     return micro_size.decide_micro_size(job, SimpleNamespace(config=config), plan, None, state)

@@ -50,10 +50,10 @@ def test_what_ranks_say_at_a_boundary_adds_up_in_any_order():
         rows = []
         for status, more in zip(own, beside, strict=True):
             comm = SimpleNamespace(
-                gather_numbers=lambda row: rows.append(row) or [[v] for v in row]
+                gather_by_value=lambda row: rows.append(row) or [[v] for v in row]
             )
             status.exchange(comm, more)
-        everyone = SimpleNamespace(gather_numbers=lambda _: list(zip(*rows, strict=True)))
+        everyone = SimpleNamespace(gather_by_value=lambda _: list(zip(*rows, strict=True)))
         status, said = own[0].exchange(everyone, beside[0])
         assert list(said.work_s) == order
         return status

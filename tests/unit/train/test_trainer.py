@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.batch import empty_batch
+from hpc_tune.batch import padding_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.engine.adamw import learning_rate
@@ -175,7 +175,7 @@ class Loader:
 
     def next_step(self):
         self.position += 1
-        return [empty_batch(self.position)]
+        return [padding_batch(self.position)]
 
 
 def trainer_of(ranks, engine, answers=True):
@@ -210,7 +210,7 @@ def test_a_rank_without_room_for_mismatched_answers_gives_the_step_up_with_all(f
     ranks, engine = Ranks(others), Engine(fails)
     trained = trainer_of(ranks, engine)
     rows = trained.next_batches()
-    labelled = [empty_batch(row.first_row, "labels") for row in rows]
+    labelled = [padding_batch(row.first_row, "labels") for row in rows]
     assert trained.accumulate(labelled, 1) is False
     assert ranks.votes == [fails is not None]
     assert engine.num_accumulated == 0
@@ -228,7 +228,7 @@ def test_a_rank_without_room_for_mismatched_answers_gives_the_step_up_with_all(f
 )
 def test_an_error_that_cannot_be_answered_goes_on(engine, answers, form):
     with pytest.raises(torch.OutOfMemoryError):
-        trainer_of(Ranks(0), engine, answers).accumulate([empty_batch(0, form)], 1)
+        trainer_of(Ranks(0), engine, answers).accumulate([padding_batch(0, form)], 1)
 
 
 def test_an_error_of_an_update_goes_on():

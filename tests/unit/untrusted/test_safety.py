@@ -299,7 +299,7 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
 
 @pytest.mark.parametrize("field", ["launch", "container"])
 def test_a_launcher_that_is_no_words_of_a_command_is_refused_before_the_job_waits(field):
-    with pytest.raises(ConfigError, match="not words of a command: No closing quotation"):
+    with pytest.raises(ConfigError, match="the words of a shell command: No closing quotation"):
         render(SlurmConfig(**{field: "srun 'x"}), [], Path("/"))
 
 

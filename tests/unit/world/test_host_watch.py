@@ -137,7 +137,8 @@ def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world)
     world.watches[0]._ended = {2: 100.0}
     assert world.watches[0].ended_ranks() == {1}
     assert (
-        str(world.watches[0]._gone_error({2})) == "host n2 (rank 1) is gone while training step 7"
+        str(world.watches[0]._ended_ranks_error({2}))
+        == "host n2 (rank 1) is gone while training step 7"
     )
     assert world.watches[0]._lost_host_error(2).facts == {"lost_hosts": ["n2"], "lost_ranks": [1]}
     # Of those, the second and the third one are left: the launcher's rank 1 idles.
@@ -145,8 +146,14 @@ def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world)
     last.roster = tuple(Peer(rank, rank, f"n{was}", 1) for rank, was in enumerate((2, 0)))
     world.watches[0].renumber(last, [1, 2])
     assert world.watches[0].ended_ranks() == {0}
-    assert world.watches[0]._gone_error({2}).facts == {"lost_hosts": ["n2"], "lost_ranks": [0]}
-    assert world.watches[0]._gone_error({1}).facts == {"lost_hosts": ["n1"], "lost_ranks": [1]}
+    assert world.watches[0]._ended_ranks_error({2}).facts == {
+        "lost_hosts": ["n2"],
+        "lost_ranks": [0],
+    }
+    assert world.watches[0]._ended_ranks_error({1}).facts == {
+        "lost_hosts": ["n1"],
+        "lost_ranks": [1],
+    }
     world.watches[0]._ended = {}
 
 

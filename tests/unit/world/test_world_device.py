@@ -15,8 +15,8 @@ from hpc_tune.world.device import (
     cpu_has_bf16,
     find_visible_gpus,
     gather_visible_gpus,
-    gpu_numa_nodes,
     name_gpus,
+    numa_nodes_by_rank,
     pick_device,
 )
 from hpc_tune.world.discover import World
@@ -262,7 +262,7 @@ def test_where_the_gpus_of_a_node_are_is_told_by_rank():
         5: VisibleGpus(("a", "b"), (3, 1)),
         7: VisibleGpus(("c",), (None,)),
     }
-    assert gpu_numa_nodes({**seen, 8: VisibleGpus()}) == [3, 1, None, None]
+    assert numa_nodes_by_rank({**seen, 8: VisibleGpus()}) == [3, 1, None, None]
 
 
 class OneOf:
