@@ -200,7 +200,7 @@ def _describe_rope_scaling(trained: Mapping[str, Any], scaling: Mapping[str, Any
 def _warn_of_rope_scaling(scaling: Mapping[str, Any]) -> None:
     log.warning(
         "the adapter's files cannot store the RoPE scaling that it was trained with: load the base "
-        "model with %s (see %s in the adapter's folder), or use export --to merged, which stores it",
+        "model with %s (see %s in the adapter's folder), or export --to merged, which stores it",
         *(format_rope_scaling(scaling, "rope_parameters"), CARD_FILE),
     )
 

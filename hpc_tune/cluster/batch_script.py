@@ -164,6 +164,6 @@ def _require_valid_command(
         shlex.split(started)
     except ValueError as error:
         raise ConfigError(
-            f"{name}.launch={launch!r} with {name}.container={settings.container!r} cannot be split "
-            f"into the words of a shell command: {error}; check the quotes"
+            f"{name}.launch={launch!r} with {name}.container={settings.container!r} cannot be "
+            f"split into the words of a shell command: {error}; check the quotes"
         ) from None
