@@ -36,7 +36,7 @@ METHODS = {
 
 def settings(shared, name, *overrides):
     compiled = f"run.compile_cache={shared / 'compiled'}"
-    words = [*SMALL, "train.max_steps=6", "optim.lr=1e-2", compiled]
+    words = [*SMALL, "train.max_steps=6", "optim.lr=5e-3", compiled]
     return [*words, f"run.dir={shared / name}", *overrides]
 
 

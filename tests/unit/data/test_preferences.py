@@ -367,7 +367,7 @@ WRONG_PAIRS = [
     ({"messages": ASKED, "rejected_response": "5"}, "messages ends with a turn of user, expected"),
     (
         {"messages": [*ASKED, says("4")], "chosen": "a", "rejected": "b"},
-        "the turn before chosen is the assistant's, too",
+        "the turn before chosen is also the assistant's",
     ),
     ({"messages": ASKED, "chosen": says(""), "rejected": says("b")}, "expected an answer of the"),
     (

@@ -63,16 +63,16 @@ def test_what_ranks_write_of_their_runs_any_other_number_of_ranks_reads(tmp_path
     index.fill(out, "exp_avg.w")
     assert torch.equal(out, whole)
     middle = FlatSpan("w", shape, whole.numel() // 3, whole.numel() // 2, 1)
-    flat = torch.zeros(middle.num + 2)
+    flat = torch.zeros(middle.length + 2)
     fill_span(index, "exp_avg.w", middle, flat)
-    assert torch.equal(flat[1:-1], whole.flatten()[middle.start : middle.start + middle.num])
+    assert torch.equal(flat[1:-1], whole.flatten()[middle.start : middle.start + middle.length])
     assert flat[0] == flat[-1] == 0
 
 
 def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(
-        ConfigError, match="python -m pip install deepspeed, or in an environment over"
+        ConfigError, match="python -m pip install deepspeed or, in an environment on top"
     ):
         _set_up_deepspeed(
             torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False

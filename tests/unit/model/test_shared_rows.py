@@ -261,8 +261,8 @@ def test_a_model_with_an_odd_number_of_heads_can_share_rows():
 @pytest.mark.parametrize(
     ("kind", "said", "why"),
     [
-        ("bloom", {}, "masks of its own"),
-        ("opt", {}, "masks of its own"),
+        ("bloom", {}, "its own masks"),
+        ("opt", {}, "its own masks"),
         ("llama4_text", {}, "neither plainly causal nor a sliding window"),
         ("mamba", {}, "mixed outside of attention"),
         ("lfm2", LFM2, "mixed outside of attention"),

@@ -173,7 +173,7 @@ def test_rows_of_added_tokens_are_trained_and_exported_as_by_peft(is_tied, model
         (["tune.trainable_tokens=['<|end|>', 258]"], "names the token 258 twice"),
         (
             ["tune.trainable_tokens=[5]", "tune.modules_to_save=[embed_tokens]"],
-            "with the embedding in tune.modules_to_save",
+            "tune.modules_to_save names the embedding",
         ),
     ],
 )

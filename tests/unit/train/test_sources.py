@@ -79,7 +79,7 @@ def test_a_source_that_comes_back_with_other_data_is_refused():
     position = saved(left_out, 70)
     for changes, said in (
         ({"content": "grown"}, "b is not the data this run was trained on"),
-        ({"limit": 7}, "b has limit=7, and no limit in the checkpoint"),
+        ({"limit": 7}, "b has limit=7, but no limit in the checkpoint"),
     ):
         with pytest.raises(ConfigError, match=said):
             determine_phases(position, {**OLD, "b": replace(OLD["b"], **changes)}, True)
@@ -91,7 +91,7 @@ def test_other_data_under_an_old_name_are_refused():
     position = saved([MixturePhase(OLD)], 40)
     for changes, said in (
         ({"content": "grown"}, "a is not the data this run was trained on"),
-        ({"limit": 7}, "a has limit=7, and no limit in the checkpoint"),
+        ({"limit": 7}, "a has limit=7, but no limit in the checkpoint"),
     ):
         now = {**OLD, "a": replace(OLD["a"], **changes)}
         for allowed in (False, True):
