@@ -374,7 +374,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     with pytest.raises(DataError, match="the splits a, test .* name one, such as .*three/a"):
         list_chunks(str(tmp_path / "three"))
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match="data-00001-of-00002.arrow is missing"):
+    with pytest.raises(DataError, match="lacks data-00001-of-00002.arrow, listed in its state.json"):
         list_chunks(str(tmp_path / "one"))
 
 
@@ -404,5 +404,5 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
 )
 def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, state):
     (tmp_path / "state.json").write_text(state)
-    with pytest.raises(DataError, match="save it again|passwd is missing"):
+    with pytest.raises(DataError, match="save it again|lacks passwd"):
         list_chunks(str(tmp_path))
