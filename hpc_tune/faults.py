@@ -29,7 +29,7 @@ class Faults:
     before the engine's work (step), before the extremes of all ranks are computed (extremes), and
     before a save of that step begins (save).
 
-    ``compute(rows)`` is called by the PyTorch engine before each micro-batch, also in evaluation,
+    ``compute(rows)`` is called by the native engine before each micro-batch, also in evaluation,
     where gradients are off.
 
     ``write(index, copies)`` is called by the thread that writes a checkpoint, before each piece of

@@ -36,7 +36,8 @@ def read_chat(
     or a whole row.
 
     Raises:
-        ConfigError: if neither or both of prompt and chat are given, or a file has other content.
+        ConfigError: if prompt and chat are missing, arguments contradict each other, or a file
+            cannot be read or has other content.
     """
     if chat is None and prompt is None:
         raise ConfigError("generate needs --prompt TEXT or --chat FILE")

@@ -314,7 +314,7 @@ def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
 
 
 class Trackio:
-    """A trackio run in the run directory, or in the Space or on the server that its variables name.
+    """A trackio run in the run directory, or where trackio's environment variables say.
 
     If trackio cannot write, it warns once by itself and continues.
     """

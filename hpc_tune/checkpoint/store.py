@@ -184,8 +184,8 @@ class Store:
     def _best_checkpoints(self, step_folders: list[Path]) -> set[Path]:
         """Return the checkpoint with the lowest held-out loss, the newest if several are equal.
 
-        If the held-out data changed during the run, return one checkpoint for each data, since
-        their losses cannot be compared.
+        If the held-out data changed during the run, return one checkpoint for each version of it,
+        since their losses cannot be compared. Empty if the best is not kept.
 
         Raises:
             UnreadableError: if the file system refuses to read a manifest.

@@ -29,7 +29,7 @@ _GPUS = {"nvidia": "--nv", "amd": "--rocm"}
 def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
     """Return ``launch``, which starts the ranks, in a container if the settings name one (pure).
 
-    ``folder``, which the job runs in, is bound too.
+    ``folder``, in which the job runs, is bound too, except with an EDF file or without an image.
 
     Raises:
         ConfigError: if the settings contradict each other.

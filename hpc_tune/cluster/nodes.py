@@ -394,7 +394,7 @@ class LauncherOutputParser:
             self._add_suspects(self._exited if did_exit else self._died, match[1], line.strip())
 
     def find_suspects(self, has_report: bool) -> dict[str, str]:
-        """Return the nodes that were lost or whose ranks died, and the line that says so.
+        """Return the nodes that were lost, else those whose ranks died, and the line that says so.
 
         A rank that exits with a code has a reason, which its own report gives: its node counts only
         without a report.

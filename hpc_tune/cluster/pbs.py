@@ -31,7 +31,7 @@ export HPC_TUNE_JOB_END=$(($(date +%s) + 10#$hours * 3600 + 10#$minutes * 60 + 1
 def _requeue_command(job_id: str) -> list[str]:
     """Return the command that submits this job's script again, to run after this job has ended.
 
-    PBS has no command with which users can put their own job back into its queue.
+    Empty if that is impossible. PBS has no command that puts a user's own job back into its queue.
     """
     script = os.environ.get(_SCRIPT_VARIABLE)
     if script is None:  # the user's own script, which says how with --requeue

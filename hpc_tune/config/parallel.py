@@ -205,7 +205,9 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     Unset axes are chosen later. tensor and pipeline stay, since they fit the model; the rest is
     ``num_ranks`` / (tensor x pipeline). expert becomes its greatest common divisor with the rest,
     shard the largest multiple of that up to its set value that divides the rest, and replicate the
-    remaining factor. context stays, since a row may not fit fewer ranks, and must divide the rest.
+    remaining factor; without shard, replicate becomes the largest divisor of the rest up to its set
+    value. context stays, since a row may not fit fewer ranks, and must divide the rest. With
+    zero_stage no axis changes.
     """
     rest, remainder = divmod(num_ranks, (parallel.tensor or 1) * (parallel.pipeline or 1))
     if remainder or not rest or rest % parallel.context:

@@ -100,9 +100,10 @@ def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Map
 
 
 def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
-    """Rule for the adapter to start from; ``key`` is their key for the reference's adapter, if any.
+    """Rule for the adapter to start from: ``rule``, with a remark if their reference differs.
 
-    Without such an adapter, their reference is the model without any adapter.
+    ``key`` is their key for the reference's adapter, if they have one. If it is not set, their
+    reference is the model without any adapter.
     """
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:

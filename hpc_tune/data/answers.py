@@ -358,9 +358,9 @@ class AnswerFinder:
     def _find_by_tool_calls(self, chat: RenderedChat, number: int) -> Span | None:
         """Return the span of an answer that calls tools.
 
-        The answer ends before the next message's content, at the special token whose preceding
-        text is most like the answer as the end of the chat: a template may leave out the reasoning
-        of earlier answers, but not their calls.
+        The answer is also rendered as the last turn. Here it ends with the same special token,
+        before the next message's content, where the text before the token matches that answer's end
+        best: a template may leave out the reasoning of earlier answers, but not their calls.
         """
         full_text, calls = chat.full_text, chat.messages[number].get("tool_calls")
         if not calls:

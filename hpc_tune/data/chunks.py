@@ -151,6 +151,8 @@ def open_megatron_index(data: Path) -> MegatronIndex:
 def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
     """Return ranges of documents with about ``chunk_bytes`` of tokens; check the whole index.
 
+    With more than ``max_chunks`` ranges of that size, ranges are larger.
+
     Raises:
         DataError: if the index contradicts itself, or does not fit the size of the .bin.
     """

@@ -285,10 +285,11 @@ def make_batch(
     first_row: int,
     row_stride: int = 1,
 ) -> Batch:
-    """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
+    """Lay rows of documents (tokens, loss mask) out as a batch, padded to one width.
 
-    The padding is a document of its own: its positions begin at 0, its labels are ignored. An fp32
-    mask holds weights; in a batch with such a mask, documents without one have weight 1.
+    The width is the longest row's, rounded up to ROW_WIDTH_MULTIPLE, at most ``seq_len``. Padding
+    is a document of its own: its positions begin at 0, its labels are ignored. An fp32 mask holds
+    weights; in a batch with such a mask, tokens under another mask have weight 1.
     """
     longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
     width = min(-(-max(longest, 1) // ROW_WIDTH_MULTIPLE) * ROW_WIDTH_MULTIPLE, seq_len)

@@ -183,7 +183,7 @@ def join_parts(work: PreparePlan) -> Counters:
     """Join all parts into ``work.out`` and remove them; for one rank, after all have tokenized.
 
     Raises:
-        DataError: if parts are missing, or no example is left.
+        DataError: if parts are missing or damaged, or no example is left.
     """
     counters, findings, histogram = Counters(), ReadFindings(), collections.Counter[int]()
     num_tokens = 0

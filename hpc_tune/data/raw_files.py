@@ -196,8 +196,11 @@ def _parse_json_line(line: bytes) -> Any:
 def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a JSON array's elements, holding one element and one read at a time.
 
+    The value of an element with a duplicate key is a WrongRecord.
+
     Raises:
-        DataError: for invalid JSON, after which the start of the next element is unknown.
+        DataError: for invalid JSON, after which the start of the next element is unknown; for an
+            element that is too long or nested too deeply, and for text after the array.
     """
     objects, number, position, is_end = _ObjectHook(), 1, 1, False
     decoder = json.JSONDecoder(object_pairs_hook=objects)
@@ -550,9 +553,9 @@ def _clean_row(row: dict[str, Any]) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value with bytes and keys of maps as text; drop keys whose value is null.
+    """Return a value with bytes and keys of maps as text; drop null values, except of content.
 
-    A struct column has such keys because other rows have values there.
+    A struct column has keys with null because other rows have values there.
     """
     if isinstance(value, bytes):
         return value.decode()

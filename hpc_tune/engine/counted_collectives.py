@@ -24,7 +24,7 @@ class CountedCollectives:
     """Runs the collectives of one rank and counts them. ``None`` as a group means the world.
 
     Seconds are the time that this rank, or on a GPU its compute stream, waits for messages; time
-    that compute hides does not count. The waits of FSDP2 are timed in the last section.
+    that compute hides does not count. ``time_fsdp_waits`` adds the waits for FSDP2's messages.
     """
 
     def __init__(self, device: torch.device) -> None:

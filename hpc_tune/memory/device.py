@@ -15,10 +15,11 @@ _DEVICE_ERROR_SIGNS = ("cuda", "hip error", "cublas", "hipblas")
 class DeviceSample:
     """Bytes of one device since the last sample.
 
-    ``used_bytes`` is the peak of tensors plus what this process's allocator does not hold (the
-    driver's context, libraries, other processes). ``reserved_bytes`` is what the allocator holds:
-    the difference to its tensors is cache and fragmentation. Since the process began, ``retries``
-    allocations succeeded only after the allocator had freed its cache, and ``ooms`` failed.
+    ``used_bytes`` is the peak of tensors plus ``others_bytes``: what this process's allocator does
+    not hold (the driver's context, libraries, other processes). ``allocated_bytes``: tensors now.
+    ``reserved_bytes``: the most that the allocator held, with cache and fragmentation. Since the
+    process began, ``retries`` times the allocator freed its cache and tried an allocation again,
+    and ``ooms`` allocations failed.
     """
 
     used_bytes: int

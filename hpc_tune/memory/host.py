@@ -137,15 +137,15 @@ def find_host_limit(
 
 
 class HostUsage:
-    """Usage that counts against a limit, and this process's own, read ten times per second.
+    """Usage that counts against a limit, and this process's own; read ten times per second or more.
 
     The kernel's files stay open and only the few lines that count are parsed: a thread that wakes
     up on a cold processor pays for everything it touches.
 
     The kernel sums up a group's memory.stat when it is read, but includes the groups below only
     every two seconds; the charge of a group is always exact. Reading the groups below makes the
-    next sum come earlier. This is done when the charge has moved away from the sum by more than the
-    ranks' own usage, and periodically, less often the more ranks the node has.
+    next sum come earlier. This is done when the sum differs from the charge and the part of the
+    charge that is not the ranks' has changed, and periodically, less often with more ranks.
     """
 
     def __init__(

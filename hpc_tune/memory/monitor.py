@@ -209,7 +209,7 @@ class MemoryMonitor:
     def expect_usage(self, num_bytes: int) -> None:
         """Let usage grow to the ``num_bytes`` predicted for a step without ending the run.
 
-        The prediction may be off by a tenth. It is ignored from level TIGHT on.
+        A tenth more is allowed, since predictions err, but nothing beyond where TIGHT begins.
         """
         calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
         self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)

@@ -275,8 +275,8 @@ def next_actions_after_oom(
 def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: int) -> bool:
     """Whether the limit would be reached before this process could act.
 
-    ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``known_peak``,
-    the peak of a completed step, is no reason to stop.
+    ``samples`` are (seconds, bytes used) of the last half second. Usage up to ``known_peak``, the
+    peak of a completed step or the one that the plan predicts, is no reason to stop.
     """
     used = samples[-1][1]
     if used <= known_peak:

@@ -185,7 +185,8 @@ def language_config(config: Any, directory: Path) -> Any:
     """Return the language model's part of ``config``, which is often all of it.
 
     Raises:
-        DataError: if it is not a causal LM's.
+        DataError: if it is not a causal LM's, has parts that cannot be separated, or sets a
+            sliding window of less than one token.
     """
     with fast_imports():
         from transformers.models.auto.modeling_auto import (

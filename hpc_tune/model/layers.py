@@ -37,7 +37,7 @@ def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
 
     For example the biases by which DeepSeek-V3's routers choose: bf16 steps of them are larger than
     the gaps between the scores that they are added to, so other experts would be chosen.
-    With ``is_full`` parameters keep their dtype, that of trained weights.
+    Linear layers' parameters keep their dtype; with ``is_full`` all do, since they are trained.
     """
     from transformers.core_model_loading import build_glob_alternation
 

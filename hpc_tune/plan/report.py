@@ -261,8 +261,8 @@ _MAX_FULLY_TRACED_BLOCKS = 12  # up to here a trace of all blocks is no slower t
 class MemoryPlan:
     """The memory of a run by phase; ``remedies`` are for what does not fit.
 
-    ``tokens_that_fit`` is about the largest micro-batch, in tokens. ``bound_by``: with activations
-    on GPU and host, whose memory is full first.
+    ``tokens_that_fit`` is about the largest micro-batch that fits, in tokens. ``bound_by``: if
+    activations are offloaded, whether the memory of a GPU or of a node limits it.
     """
 
     model: str

@@ -247,7 +247,7 @@ def _allocate_as_on_device(step: TracedStep) -> contextlib.ExitStack:
 
 
 def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
-    """Mark three parts of a step: forward to the middle block, on and back to it, and the rest.
+    """Mark three parts of a step: up to the middle block, from there forward and back, the rest.
 
     The peak of a deep model is in the second part, where the activations of all blocks are kept.
     That of a shallow model may be in another part, and is then the same at any depth: in the first

@@ -76,7 +76,7 @@ def measure_matmuls(
 ) -> MatmulResult | None:
     """Multiply for about ``seconds`` on all ranks at once; 0: not at all. Collective.
 
-    The default of ``seconds`` is GPU_S on GPUs and CPU_S on CPUs.
+    The default of ``seconds`` is GPU_TEST_S on GPUs and CPU_TEST_S on CPUs.
     """
     if seconds == 0:
         return None

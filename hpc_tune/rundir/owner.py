@@ -288,7 +288,7 @@ def read_nonce(path: Path) -> str | None:
 def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
     """Return the owner named in the lock file, when it was last touched, and how long ago.
 
-    None if the file is gone.
+    The owner is None if the content is not valid. Return None if the file is gone.
     """
     try:
         with path.open(encoding="utf-8") as file:

@@ -247,9 +247,10 @@ def context_messages(
 
     Per layer the queries, keys and values of a rank's own tokens go out in one message, and the
     results come back in another; so do their gradients. A recomputed block repeats the forward
-    messages. Key and value heads are repeated if they are fewer than the ranks (arXiv:2309.14509).
+    messages. Key and value heads are repeated until the ranks divide them (arXiv:2309.14509).
 
-    If the ranks do not divide the heads, all gather keys and values, and sum their gradients.
+    If the ranks do not divide the heads, each rank gathers the keys and values of whole rows, and
+    their gradients are summed.
     """
     layout = plan.layout
     if layout.context == 1:

@@ -156,7 +156,7 @@ class Governor:
         return decide_action(self._policy, level, self._available_actions(*short_of))
 
     def _available_actions(self, *short_of: str) -> frozenset[Action]:
-        """Return the actions that can still free memory of the host, or of the device.
+        """Return the actions that can still free the memory ``short_of``: "host", "device" or both.
 
         Without a device, actions that would free device memory free host memory.
         """
@@ -237,7 +237,7 @@ def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
 def loader_levers(
     loader: Loader, data_files: Sequence[Path], give_back: Callable[[], None] = lambda: None
 ) -> dict[Action, ActionHandle]:
-    """Return the levers of a loader that reads ``data_files``, before micro-batches are split.
+    """Return the levers of a loader that reads ``data_files``; its micro-batches are not split yet.
 
     ``give_back`` frees memory that other parts keep for reuse.
     """

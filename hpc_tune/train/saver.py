@@ -225,6 +225,8 @@ class Saver:
     def advance(self, num_done: float) -> None:
         """Complete the current save if all ranks have done their part.
 
+        ``num_done`` is the sum of ``status`` over all ranks.
+
         Raises:
             CheckpointError: on every rank, if any rank failed and checkpoint.required is set.
         """

@@ -63,7 +63,8 @@ class RankWatch(Protocol):
 class ResumePoint:
     """The step from which the next start would resume; None while it is not known.
 
-    ``before``: the files in the run directory before this start; None once it cannot be refused.
+    ``before``: the files in the run directory before this start, so that a refused start can remove
+    its own; None until they are listed, and again once nothing can refuse the start any more.
     """
 
     step: int | None = None

@@ -110,8 +110,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     communicate.
 
     Raises:
-        WorldError: if MPI and the launcher disagree, or if the ranks use MPI and mpi4py cannot be
-        loaded.
+        WorldError: if the launcher's variables are invalid or incomplete, MPI does not fit the
+            launcher, or the ranks use MPI and mpi4py cannot be loaded.
     """
     launcher, claim = find_launcher(environ)
     if claim.launcher == UNKNOWN_LAUNCHER:

@@ -506,7 +506,7 @@ class _Trial:
         return _compare_gradients(merge_gradients(models), self.expected_gradients(self.build()))
 
     def check_shared_rows(self) -> str:
-        """Cut a row in two parts as for two ranks, so that only attention sees the whole row.
+        """Return what fails if a row is cut for two ranks, and only attention sees all of it.
 
         Both parts are rows of one batch. So this check cannot notice values that a family derives
         from all positions of a batch, as some rotary embeddings do.

@@ -37,7 +37,7 @@ _MAX_SIGNAL_DELAY_S = 0.5
 class MemoryForecast:
     """The plan of a run from ``plan --json``, and the verdict in words.
 
-    ``plan`` is None if an upper bound shows that the run fits, or if the plan command fails.
+    ``plan`` is None if an upper bound shows that the run fits, or if planning fails.
     """
 
     plan: MemoryPlan | None
@@ -49,6 +49,7 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
 
     Raises:
         MemoryBudgetError: if a phase does not fit, unless ``force`` is set.
+        ResumableStop: if the run was asked to stop while planning.
     """
     config, comm, machine = model.config, job.setup_comm, resolved.machine
     tokens = min_micro_rows(config.batch) * config.data.seq_len
