@@ -70,7 +70,7 @@ def list_revisions(folder: Path) -> list[Path]:
 def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
     """Return a revision in a cache folder, by its hash, a prefix of it, or a name in ``refs``.
 
-    None if it is not there. "main" without refs/main means the only revision.
+    None if it is not there, or several have the prefix. "main" without refs/main: the only one.
     """
     found = list_revisions(folder)
     named = _read_ref(folder, revision)

@@ -209,7 +209,8 @@ def search_layout(
     If ``measured`` does not say how fast ranks compute, the data sheets of ``cluster`` do.
 
     Raises:
-        ConfigError: if no layout is legal, or none fits. DataError: as ``make_plan``.
+        ConfigError: if no layout is legal or fits, or neither says how fast ranks compute.
+        DataError: as ``make_plan``.
     """
     asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
@@ -543,12 +544,12 @@ def choose_layout_on_rank_0(
     machine: Machine,
     limit_s: float,
 ) -> tuple[Candidate, list[str]]:
-    """Choose on the first rank; also return the table that says why. Collective.
+    """Choose the layout on rank 0; also return the table that says why. Collective.
 
-    ``write_settings`` writes the configuration file. Other ranks wait for up to ``limit_s``.
+    ``write_settings`` writes the configuration file. The choice may take up to ``limit_s``.
 
     Raises:
-        ConfigError: if no layout is possible or fits.
+        ConfigError: if no layout is possible or fits, or the choice takes longer.
     """
 
     def ask() -> str:

@@ -92,7 +92,8 @@ def require_base(located: LocatedCheckpoint, option: str) -> Path:
     """Return the folder of the base model; ``option`` is the flag with which users name another.
 
     Raises:
-        ConfigError: if it does not exist, or has other weights than the model used in training.
+        ConfigError: if it does not exist, or an adapter was trained on other weights.
+        DataError: if its weights cannot be read.
     """
     if not located.base.is_dir():
         raise ConfigError(

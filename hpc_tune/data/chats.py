@@ -143,7 +143,7 @@ class Renderer:
         Without a chat template, the chat must be one prompt, with or without a system prompt.
 
         Raises:
-            DataError: if there is no chat template, or it refuses the messages.
+            DataError: if the chat is more than that, or the template refuses or misrenders it.
         """
         if not self._templates:
             texts = [str(message.get("content") or "") for message in chat.messages]

@@ -147,7 +147,7 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
     """Return the tools of a row for the template; None without any.
 
     Raises:
-        WrongRecord: if they are not a list, or tools and functions differ.
+        WrongRecord: if they are not a list, or not JSON, or tools and functions differ.
     """
     tools = [_read_tool(tool) for tool in _read_list(record, "tools")]
     functions = [

@@ -413,8 +413,8 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = T
 
 
 def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
-    """Count the documents of more than ``seq_len`` tokens by their rounded length, which is the
-    length before they were prepared.
+    """Count the documents of more than ``seq_len`` tokens by their rounded length, for documents
+    that were cut in preparation their length before that.
     """
     counters, values = store.attributes.counters, store.length_values.tolist()
     held = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))

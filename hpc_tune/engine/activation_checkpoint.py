@@ -172,9 +172,9 @@ def _with_recompute(
     without_draws: WeakSet[nn.Module] = WeakSet()
 
     def forward_with_recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Preserve the RNG state for the recomputation only if a block draws random numbers.
+        """Run a block, to be run again in the backward pass with the same random numbers, if any.
 
-        Its first pass in a training step shows whether it does; in a compiled graph this is free.
+        Its first pass in a training step shows whether it draws any; if not, no RNG state is saved.
         """
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)

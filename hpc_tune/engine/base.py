@@ -115,11 +115,11 @@ class Engine(Protocol):
         objective: Objective | None = None,
         within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield each micro-batch with its sums of ``objective``, computed without gradients.
+        """Yield micro-batches with their sums of ``objective``, computed without gradients.
 
-        Every rank passes the same number of micro-batches; of the ranks that work on the same rows,
-        one yields them. The default objective is the trained one. With ``within_step``, the
-        messages of the pass count as the coming step's.
+        Every rank passes the same number of them; of the ranks that work on the same rows, one
+        yields them. Those without loss may be left out. The default objective is the trained one.
+        With ``within_step``, the messages of the pass count as the coming step's.
         """
 
     def regions(self) -> list[Region]:

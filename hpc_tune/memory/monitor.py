@@ -227,7 +227,7 @@ class MemoryMonitor:
         )
 
     def require_free_bytes(self, num_bytes: int) -> None:
-        """Stop the run if ``num_bytes`` more on each rank of this node would exceed the limit.
+        """Stop the run if ``num_bytes`` more on each rank of this node would leave too little free.
 
         For allocations that grow faster than memory is sampled.
         """

@@ -28,7 +28,7 @@ def read_config_json(directory: Path) -> Any:
     """Return the content of a directory's config.json. It is cached: do not modify it.
 
     Raises:
-        OSError, ValueError: if it cannot be read.
+        OSError, ValueError, RecursionError: if it cannot be read.
     """
     file = directory / "config.json"
     return _read_json_cached(file, file.stat().st_mtime_ns)

@@ -330,7 +330,7 @@ class SortedRows:
 def padded_num_rows(num_rows: int) -> int:
     """Return the padded number of an expert's rows in 16 bits on a CPU: up to a quarter or 15 more.
 
-    Up to 64, a row is nearly free: reading an expert takes as long as computing 36 rows.
+    Padding of few rows is nearly free: reading an expert takes as long as computing 36 rows.
     """
     step = _padding_step(num_rows)
     return -(-num_rows // step) * step

@@ -421,7 +421,7 @@ class _AddAdapter(torch.autograd.Function):
 class _ScaleByMagnitude(torch.autograd.Function):
     """``direction_NO`` times magnitude / norm per feature, plus a bias; norms are constant.
 
-    The factors stay in fp32; results are rounded once.
+    The factors stay in fp32; the products are rounded once, before the bias is added.
     """
 
     @staticmethod

@@ -182,7 +182,7 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     """Return the ids of tokens, ascending, looking up texts in the model's tokenizer.json.
 
     Raises:
-        ConfigError: if a text is not a token, or a token is named twice.
+        ConfigError: if the file cannot be read, a text is no token, or a token is named twice.
     """
     known: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):

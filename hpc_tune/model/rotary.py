@@ -116,7 +116,7 @@ def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, A
 def length_independent_scaling(
     config: Any, scaling: Mapping[str, Any], num_tokens: int
 ) -> dict[str, Any]:
-    """Return a scaling that gives texts of any length the frequencies for ``num_tokens`` tokens.
+    """Return a scaling that gives all texts up to ``num_tokens`` the frequencies for that length.
 
     These are the frequencies of ``fix_rotary_frequencies``; with the original ``scaling``,
     transformers would use others for shorter texts. ``config`` is transformers' config without the

@@ -174,7 +174,7 @@ class _TakeRanges(torch.autograd.Function):
 
 
 def encode_window(window: int, device: torch.device) -> torch.Tensor:
-    """Return a mark to pass to a layer in place of a sliding window's mask: its shape is the size.
+    """Return a mark to pass to a layer in place of a sliding window's mask: 1 x 1 x 1 x ``window``.
 
     It has one value in memory, so it cannot be mistaken for a mask made elsewhere.
     """

@@ -142,7 +142,7 @@ NETWORK_VARIABLES = (
 class NcclLibrary:
     """The NCCL or RCCL library of one rank.
 
-    ``version``: of the loaded library; ``built``: the version that torch was compiled with.
+    ``version``: of the loaded library, else ``built``, the one that torch was compiled with.
     ``libraries``: the loaded files; empty if it is linked into torch's own. ``plugin``: the loaded
     one; ``plugin_file`` and ``libfabric``: where the system would find them. ``settings``:
     variables that choose the network.

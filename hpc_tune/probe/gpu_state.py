@@ -208,7 +208,7 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
     """Return the joules between two readings that are ``gap_s`` apart (pure).
 
     Raises:
-        ValueError: if it is unknown: the counter was reset, or may have wrapped around twice.
+        ValueError: if it is unknown: the counter was reset, or may have wrapped around unnoticed.
     """
     spent_j = now_j - before_j
     if counter.wrap_j is None:

@@ -154,8 +154,8 @@ def describe_links(links: Links) -> str:
 def find_outliers(pairs: Sequence[Link]) -> list[str]:
     """Return a line for each link that is far slower than the fastest of its kind (pure).
 
-    If all links of a node are, one line stands for them. The fastest link is the reference, because
-    with one bad node of three most links are slow.
+    If all of a node's links to other nodes are, one line stands for them. The fastest link is the
+    reference, because with one bad node of three most links are slow.
     """
     lines = []
     for kind in sorted({pair.kind for pair in pairs}):

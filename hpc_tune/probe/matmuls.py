@@ -74,7 +74,7 @@ class MatmulResult:
 def measure_matmuls(
     comm: Comm, seconds: float | None = None, multiply: "Multiply | None" = None
 ) -> MatmulResult | None:
-    """Multiply for about ``seconds`` on all ranks at once; 0: not at all. Collective.
+    """Multiply for about ``seconds`` on all ranks at once; return None if they are 0. Collective.
 
     The default of ``seconds`` is GPU_TEST_S on GPUs and CPU_TEST_S on CPUs.
     """
@@ -226,8 +226,8 @@ def exact_matrices(
     """Return two matrices and their product, all of integers that every dtype holds exactly.
 
     ``size`` is a multiple of 64. The matrices have rank one, u s' and t v': each element of the
-    product is u_i v_j (s.t). Terms of s.t that are 32 apart cancel, so that partial sums are small
-    too, in any order of summation.
+    product is u_i v_j (s.t). Terms of s.t that are 32 apart cancel, except for one pair, so that
+    partial sums are small too, in any order of summation.
     """
     import torch
 

@@ -98,7 +98,7 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
     weights outside the blocks stay from a forward to its backward pass, or are an embedding that no
     backward pass needs. A frozen embedding is gathered in all backward passes but the step's last,
-    for the next forward pass; a pipeline's first stage has none left at the end.
+    for the next forward pass; in a pipeline's first stage once in vain, as no forward pass follows.
     """
     for weights in filter(plan.is_sharded, plan.rank_weights(pp_rank)):
         match plan.parallel.reshard:

@@ -103,7 +103,7 @@ class EvalResult:
 
 
 class Evaluation:
-    """Measures the mean loss over the loss tokens of held-out data.
+    """Measures the mean loss over the loss tokens, pairs or labeled answers of held-out data.
 
     Several sources are measured separately; the loss is the mean of theirs. ``evals``: the results.
     """

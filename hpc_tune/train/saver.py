@@ -95,8 +95,8 @@ class Saver:
 
     So a checkpoint exists as soon as its bytes are written, however long the current step takes and
     even if that step fails. The ranks learn of it in the exchange at each step boundary, and no
-    collective waits for a slow file system. Every method except
-    ``wait_until_weights_may_change``, ``status`` and ``pop_waits_s`` is collective.
+    collective waits for a slow file system. The collective methods: ``start``,
+    ``add_evaluation``, ``advance``, ``finish``.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class Saver:
         """Return what this rank adds to the next boundary's sum.
 
         That is 1 if this rank has done its part (rank 0: the commit), else 0. If its report or the
-        commit failed, it is the number of ranks, so that all ranks learn of the error.
+        commit failed, it is the number of ranks, so that all ranks learn of the error. A save that
+        has written nothing for ``WriteOptions.limit_s`` is made to fail here.
         """
         if (save := self._save) is None:
             return 1.0

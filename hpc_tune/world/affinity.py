@@ -25,7 +25,8 @@ ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 class CoreShare:
     """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
-    ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: ranks on them.
+    ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: how many ranks
+    use these CPUs.
     """
 
     cpus: CpuMask

@@ -88,9 +88,9 @@ def read_file_limit() -> int | None:
 
 
 def raise_file_limit() -> int | None:
-    """Raise this process's soft limit to SPARE_FILES below the hard limit; return the hard limit.
+    """Raise the soft limit of open files to SPARE_FILES below the hard one; return the hard one.
 
-    Returns ``None`` without a limit.
+    Returns ``None`` without a limit, and the old soft limit if it cannot be raised.
 
     Sites leave the soft limit at 1,024 for programs that call select(), which nothing here does
     with the numbers of sockets between ranks.

@@ -114,10 +114,10 @@ def fill_parameter(
     start: int,
     reserve: Reserve,
 ) -> None:
-    """Fill ``flat`` with a parameter's values from ``start`` on; what is beyond its end is 0.
+    """Fill ``flat`` with a parameter's initial values from ``start`` on, and with 0 beyond its end.
 
     Raises:
-        DataError: if the file is damaged, or a value is NaN or inf.
+        HpcTuneError: if the file is damaged or of another model, or a value is NaN or inf.
     """
     numel = math.prod(shape)
     length = max(0, min(flat.numel(), numel - start))
