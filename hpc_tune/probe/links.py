@@ -162,14 +162,14 @@ def find_outliers(pairs: Sequence[Link]) -> list[str]:
         alike = [pair for pair in pairs if pair.kind == kind]
         most = max(pair.bytes_per_s for pair in alike)
         slow = [pair for pair in alike if pair.bytes_per_s < most / _SLOW_FACTOR]
-        fast = f"others up to {format_rate(most)}"
+        fast, left = f"others up to {format_rate(most)}", slow
         for node in sorted({node for pair in slow for node in set(pair.nodes)}):
             its = [pair for pair in alike if node in pair.nodes]
             if kind == "across nodes" and len(its) > 1 and all(pair in slow for pair in its):
                 worst = min(pair.bytes_per_s for pair in its)
                 lines.append(f"all links of node {node}: {format_rate(worst)}, {fast}")
-                slow = [pair for pair in slow if node not in pair.nodes]
-        for pair in slow:
+                left = [pair for pair in left if node not in pair.nodes]
+        for pair in left:
             ranks = f"ranks {pair.ranks[0]}-{pair.ranks[1]}"
             lines.append(f"{ranks} ({kind}): {format_rate(pair.bytes_per_s)}, {fast}")
     return lines
