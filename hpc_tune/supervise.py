@@ -187,7 +187,7 @@ class Supervisor:
         ``launch``: srun or mpirun with options, and a Python. ``requeue``: the command that puts
         the job back into its queue; by default the scheduler's own, if any. ``report``: write
         report.html after a start that did not finish. ``nodes``: the nodes of the job; by default
-        none is ever left out.
+        those that the options of ``launch`` list.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._arguments = list(arguments)

@@ -25,7 +25,7 @@ class Evals:
     """The first, the newest and the best evaluation of a run, each as (step, mean loss).
 
     ``since_best``: the number of evaluations after the best one. ``chosen``: for preferences, the
-    longest falling series of log-probabilities of chosen answers up to the newest evaluation.
+    log-probabilities of chosen answers in the newest evaluations, as far back as each one fell.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -215,7 +215,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Read every byte of a checkpoint, or of one of ``parts`` shares of its files.
+    """Read every byte of a checkpoint, or of share number ``part`` of ``parts`` of its files.
 
     Raises:
         CheckpointError: names the first file that is missing, cut off or damaged.

@@ -169,7 +169,7 @@ def choose_staging_bytes(
     admit: Callable[[int, str], bool],
     kept: int = 0,
 ) -> int:
-    """Return how many of the ``total_bytes`` bytes that a rank saves it may copy.
+    """Return up to how many bytes a rank may copy of the ``total_bytes`` that it saves, maybe 0.
 
     ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
     bytes in addition to the ``kept`` ones of the last save.

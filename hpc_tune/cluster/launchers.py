@@ -227,7 +227,7 @@ def check_torchrun_master(environ: Environ) -> None:
     """Refuse a torchrun on several nodes whose master address is loopback, each node's own.
 
     Raises:
-        WorldError: since no two nodes would ever meet; or if the address cannot be resolved.
+        WorldError: if so, as the nodes could never connect; or if the address cannot be resolved.
     """
     name, nodes = environ.get("MASTER_ADDR", ""), environ.get("GROUP_WORLD_SIZE", "1")
     if not name or nodes in ("", "1"):
@@ -391,10 +391,10 @@ def add_no_kill(words: Sequence[str]) -> list[str]:
 
 
 def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
-    """Return the command with a name for srun's step, and the names that its steps may have.
+    """Return the command, if srun's with a step name, and the names that its steps may have.
 
-    A name that the user has set stays. mpirun's daemons are a step too, and a site's own script may
-    call srun with some of these words.
+    A name that the user has set stays. Other commands stay as they are: mpirun starts its daemons
+    as a step too, and a site's own script may call srun with some of these words.
     """
     if Path(words[0]).name != "srun":
         return [*words], {*_DAEMONS, *(Path(word).name for word in words)}

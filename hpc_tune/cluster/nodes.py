@@ -190,7 +190,7 @@ class JobNodes:
     def command(self) -> LaunchCommand:
         """Return the command of the next start, on as many nodes as wanted if they are left.
 
-        If fewer are left, it uses as many of them as have a layout that fits their ranks.
+        If fewer are left, it uses as many of them, but at least min_nodes, as a layout fits.
         """
         self._wait_for_steps()
         if self._slurm is not None:

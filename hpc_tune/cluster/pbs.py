@@ -74,7 +74,7 @@ def render(
     ``variables`` are set in it: a PBS job inherits none of the shell's variables.
 
     Raises:
-        ConfigError: naming every setting that cannot be written into a script.
+        ConfigError: names every setting that a script cannot hold; or min_nodes exceeds nodes.
     """
     directives = _directives(settings, folder)
     check_settings(settings, [(name, value) for name, _, value in directives], "#PBS")

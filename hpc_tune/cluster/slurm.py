@@ -415,7 +415,7 @@ class SlurmNodes:
     def find_sick_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return the ``nodes`` that the job no longer has or that cannot be used, and why.
 
-        If Slurm does not answer, that counts as good news.
+        If Slurm does not answer, all nodes count as usable.
         """
         shown = _search_scontrol_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
         held = expand_nodelist(shown) if shown else list(nodes)

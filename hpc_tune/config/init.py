@@ -69,7 +69,7 @@ def collect_answers(
     """Return the four answers; ``ask`` is called with the question of each missing one.
 
     Raises:
-        ConfigError: if one is missing and there is nobody to ask, or is not valid text.
+        ConfigError: if one is missing and there is nobody to ask, or one is not valid UTF-8.
     """
     missing = [name for name in QUESTIONS if given.get(name) is None]
     if missing and ask is None:

@@ -235,7 +235,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
 def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
     """Return the environment variables that settings refer to, such as SCRATCH in $SCRATCH/a.
 
-    The arguments are those of ``load_config``.
+    The arguments are as in ``load_config``, but ``paths`` must be a list.
     """
     tree = OmegaConf.create({})
     for file in paths:

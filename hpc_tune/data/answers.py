@@ -443,8 +443,8 @@ class AnswerFinder:
         )
 
     def _shared_end_length(self, chat: RenderedChat, number: int, text_after: str) -> int:
-        """Return the length of the token that begins ``text_after`` if it also ends other roles'
-        turns.
+        """Return the length of the special token that begins ``text_after`` if it also ends other
+        roles' turns, else 0.
 
         Some templates end the final answer with a token of its own. The token after an earlier
         answer may then open the next turn instead: the generation prompt begins with that token, or

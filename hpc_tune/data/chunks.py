@@ -337,7 +337,8 @@ def list_chunks(paths: Paths) -> list[Chunk]:
     """Cut the source at ``paths`` into chunks.
 
     Raises:
-        DataError: if the source is missing, of no known kind, a mix of kinds, or empty.
+        DataError: if the source is missing or empty, of no known kind or (a folder) of several,
+            or names a file twice.
     """
     if isinstance(paths, str) and is_builtin(paths):
         return [Chunk("pydocs", name, 0, 1) for name in _builtin_modules(paths)]

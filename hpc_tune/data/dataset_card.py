@@ -107,12 +107,13 @@ def choose_train_files(
     folder: Path, find_held_out: FindHeldOut
 ) -> tuple[list[Path], dict[Path, str]] | None:
     """Return the files to train on according to the folder's card, and why each other file that
-    the card names is not among them; None if no card names any, or its files are not here.
+    the card names is not among them; None if there is no card, or it names no file that is here.
 
-    ``find_held_out`` finds splits by file names if the card names only a folder.
+    ``find_held_out`` finds held-out files by their names if the card names only a folder.
 
     Raises:
-        DataError: if there are several configurations, or splits, to choose from.
+        DataError: if there are several configurations but no single default, or several splits but
+            none called train, or the card cannot be read.
     """
     configs = [c for c in _find_configurations(folder, find_held_out) if any(c.splits.values())]
     if not configs:

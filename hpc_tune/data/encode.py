@@ -74,8 +74,8 @@ class Encoder:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
 
         Raises:
-            DataError: for messages if the tokenizer has no chat template, and for token IDs that
-                it does not have.
+            DataError: for messages if the tokenizer has no chat template or one that cannot be
+                parsed, and for token IDs that it does not have.
         """
         held: list[RenderedText] = []
         num_chars = 0

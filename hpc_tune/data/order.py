@@ -249,8 +249,9 @@ class MixtureSource:
     """A source in a phase of a mixture.
 
     ``num_rows`` and ``learned_tokens``: of one pass over it. ``rows_before``: how many of its rows
-    earlier phases had. ``content`` and ``limit``: which documents it has. Either ``weight`` is set,
-    its share of the learned tokens, or ``epochs``, its passes in an epoch of the mixture.
+    earlier phases had. ``content`` and ``limit``: which documents it has. Either ``weight`` (its
+    share of the learned tokens, relative to other weights) or ``epochs`` (its passes in an epoch of
+    the mixture) is set.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -335,8 +336,9 @@ def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, in
 class SourceProgress:
     """How much of a source a run has used at some row of its stream.
 
-    ``asked``: its weight or epochs. ``learned_tokens`` is estimated by its mean row; ``share``: of
-    all sources' learned tokens. One of its ``passes`` has ``rows_per_pass``, ``learned_per_pass``.
+    ``asked``: its weight or epochs, or "no longer used". ``learned_tokens``: estimated as ``rows``
+    times its mean row. ``share``: of all sources' learned tokens. ``rows_per_pass`` and
+    ``learned_per_pass``: rows and learned tokens of one of its ``passes``.
     """
 
     name: str

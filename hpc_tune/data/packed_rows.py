@@ -139,7 +139,7 @@ class Rows(Protocol):
 class RowDocuments:
     """The P documents of a row, with the ``sides`` of each.
 
-    For preferences also ``reference_log_probs_P2``, fp32; for labelled answers ``desirable``.
+    ``reference_log_probs_P2``: fp32, zeros without a reference. ``desirable``: for labeled answers.
     """
 
     sides: Sequence[Sequence[TokensAndMask]]

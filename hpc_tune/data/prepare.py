@@ -252,13 +252,13 @@ def prepare_data(
     ranks: PreparingRanks = SINGLE_RANK,
     report: ReportProgress | None = None,
 ) -> Counters:
-    """Do all three steps; every rank calls it and gets the counters.
+    """Plan, tokenize and join the parts; every rank calls it and gets the counters.
 
     Several jobs may prepare the same file at once: a job that comes late finds its parts gone and
     uses the file that the first one wrote.
 
     Raises:
-        DataError: on every rank, if one of them cannot use or write the data.
+        DataError: if a rank cannot use or write the data; other ranks then raise a RemoteError.
     """
     before = _file_stamp(Path(out), ranks)
     own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))

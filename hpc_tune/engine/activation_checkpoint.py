@@ -112,8 +112,8 @@ def recompute_levers(
 ) -> dict[Action, ActionHandle]:
     """Return the governor's lever that recomputes whole blocks, without the compiler.
 
-    ``blocks`` are as they are trained: after ``checkpoint_blocks``, compiled or not.
-    ``saving_context``: as in ``checkpoint_blocks``.
+    There is none if ``configured`` (parallel.recompute) is full. ``blocks`` are as trained: after
+    ``checkpoint_blocks``, compiled or not. ``saving_context``: as in ``checkpoint_blocks``.
     """
     if configured == "full":
         return {}

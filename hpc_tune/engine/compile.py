@@ -223,9 +223,10 @@ def _compile_forward(forward: Forward) -> Forward:
 
 
 def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return where documents begin, and a tensor as long as the longest, with one value in memory.
+    """Return where documents begin, and a tensor as long as the longest; None, None if unknown.
 
     A plain number would be compiled in as a constant, and another number would need another graph.
+    The tensor has one value in memory.
     """
     if (starts := batch_context.batch.starts) is None:
         return None, None

@@ -153,10 +153,10 @@ class _ParameterSlicer:
         layer.output_sum = layer.register_forward_hook(sum_output), sum_output
 
     def slice_experts(self, layer: Any, config: Any, path: str) -> None:
-        """Each expert's inner features are split; the outputs are partial sums.
+        """Split each expert's inner features; the outputs are partial sums.
 
-        So are the gradients of the router weights that scale experts' outputs: few numbers, summed
-        in fp32 whatever their dtype is in a model family.
+        Gradients of the input and of the router weights that scale experts' outputs are partial
+        sums too; the latter, few numbers, are summed in fp32 whatever dtype the model gives them.
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
             self._replace_by_slice(stack.owner, stack.name, dim, parts)

@@ -223,9 +223,9 @@ class HostUsage:
         return max(ranks, min(counted, most))
 
     def _refresh_late_sum(self, group: Path, others: int, gap: int) -> None:
-        """Make the kernel sum up ``group`` if its sum lags; ``gap`` is by how many bytes.
+        """Make the kernel sum up ``group`` if its sum lags by a large ``gap`` (bytes), or is old.
 
-        ``others`` are the bytes charged to the group that are not the ranks'.
+        The gap counts only if ``others``, the bytes charged to the group beyond the ranks', moved.
         """
         has_moved = abs(others - self._last_others) > _MAX_CHARGE_DRIFT_BYTES
         self._last_others = others

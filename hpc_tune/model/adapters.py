@@ -65,7 +65,8 @@ def add_adapters(
     """Wrap a language model in peft's model, with its adapters and all else that is trained.
 
     Raises:
-        ConfigError: if tune.targets match no layer, or a layer that cannot have an adapter.
+        ConfigError: if tune.targets match no layer, or a layer that cannot have an adapter, or
+            another setting of tune does not fit the model.
     """
     model, kinds = language.model, (nn.Linear, _conv1d_class())
     linear = sorted(

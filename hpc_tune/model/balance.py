@@ -212,9 +212,9 @@ def z_loss(logits_NE: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
 class RouterWatch:
     """Adds up what the routers of this rank's stages do in a step, and trains their losses.
 
-    ``sums`` is one vector, to be summed over the ranks with other values; ``interpret_sums``
-    interprets it. It is empty if there are no ``routers``: in dense models, and if routers cannot
-    be watched.
+    ``sums`` is one vector, to be summed over the ranks together with other values, and then read by
+    ``interpret_sums``. It is empty if there are no ``routers``: in dense models, and if routers
+    cannot be watched.
     """
 
     def __init__(

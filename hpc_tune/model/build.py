@@ -99,7 +99,7 @@ class BuiltModel:
     to their values, which are not applied. Rotary positions that depend on the length of a text are
     scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to
     their names in the whole model of the directory; ``others`` are parts of its files that are not
-    trained. ``routers``: those that are watched; ``router_score``: the function with which they
+    used. ``routers``: those that are watched; ``router_score``: the function with which they
     weight experts. ``rope_scaling``: model.rope_scaling, already applied to ``config``.
     """
 
@@ -197,7 +197,7 @@ def build(
     ``weights=False`` only config.json is read, and loading leaves memory uninitialized.
 
     Raises:
-        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or
+        DataError: if the directory is unusable. ConfigError: as ``add_adapters`` raises it, or if
             tune.param_dtype is bf16 in an fp32 model, or positions cannot be scaled in this way.
     """
     _refuse_bf16_params_in_fp32(tune, dtype)

@@ -473,7 +473,7 @@ class AdapterCopies:
         return self._version
 
     def keep_copies(self, blocks: Sequence[nn.Module], groups: Iterable[LoraGroup]) -> None:
-        """Keep copies for groups of layers in ``blocks``, and the norms of DoRA layers.
+        """Keep copies for ``groups``, and the norms of the DoRA layers in ``blocks``.
 
         Adapters that already have the dtype of the matmuls are not copied.
         """

@@ -102,7 +102,7 @@ class PreferenceSums:
         """Return the values to report: means over answers, and log-probabilities per token.
 
         ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
-        may all be of one kind; nothing is reported for the other kind then.
+        may all be of one kind; then the margin and the other kind's log-probability are left out.
         """
         found = {"accuracy": self.right / max(1, num_pairs)}
         if self.num_chosen and self.num_rejected:

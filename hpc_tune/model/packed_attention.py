@@ -152,7 +152,9 @@ def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
-    """Return the mark of a window, or None: over shared rows, attention makes its masks itself.
+    """Return ``encode_window`` for a layer's sliding window, or None if the layer has none.
+
+    No mask is made: over shared rows, attention masks by itself.
 
     Raises:
         ConfigError: if a layer needs another mask, which would cover only this rank's tokens.

@@ -75,7 +75,7 @@ class ModelBytes:
     """Sizes of a model, in bytes, that a trace of one rank does not show.
 
     ``trained``: all trained values, unsharded. ``largest_tensor``: as it is stored.
-    ``largest_gathered_unit``: the largest unit that is gathered at once, a block or the embedding.
+    ``largest_gathered_unit``: the most that is gathered at once: a block, its experts or a tensor.
     ``is_full``: all weights are trained. ``mapped_share``: share of the frozen values that the
     files hold in the form that is computed with, so that they can be mapped. ``other_saved_bytes``:
     what a checkpoint holds besides ``trained`` and two moments of the same size.
@@ -290,7 +290,7 @@ def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
 
 
 def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
-    """Return the bytes of ZeRO, derived from the native layout that was traced in its place.
+    """Derive the bytes of ZeRO, if used, from the native layout that was traced in its place.
 
     Stages 1 and 2 keep this rank's share of fp32 copies and moments next to the whole weights; the
     moments are allocated in the first step. Loading copies the weights into flat buffers. In a step

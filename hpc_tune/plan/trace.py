@@ -160,8 +160,8 @@ class TracedStep:
     def num_micro(self) -> int:
         """How many micro-batches must be traced to see a step's peak, at most as many as it has.
 
-        The first of P stages has P in flight, about 2 P in an interleaved schedule. A second one
-        sees what the first left: the unsharded gradients of full fine-tuning.
+        The first of P stages has P in flight, about 2 P in an interleaved schedule. One more sees
+        what the first left: the unsharded gradients of full fine-tuning.
         """
         pipeline = self.layout.pipeline
         enough = 2 if self.is_full else 1

@@ -196,7 +196,7 @@ def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
 
 
 def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
-    """Return latency in seconds, bytes per second, and the same while both send.
+    """Return latency in seconds, bytes per second, and bytes per second each way while both send.
 
     Both ranks call it. The first one decides the size of the large message, which grows until it
     takes long enough.

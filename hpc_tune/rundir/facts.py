@@ -32,7 +32,7 @@ class RunEnergy:
     ``joules``: the total for ``tokens``, None without any counter; ``parts``: by part of the nodes.
     ``missing``: what was not counted, and why. ``has_others``: counters of CPUs or nodes include
     other jobs that share them. ``untold``: how many of the ``starts`` have no energy event.
-    ``step``: the newest.
+    ``step``: the newest that an energy event names.
     """
 
     joules: float | None

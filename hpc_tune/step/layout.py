@@ -263,7 +263,8 @@ class Pass:
 def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
     """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
 
-    With several chunks ``num_micro`` must be a multiple of ``ranks``.
+    ``rank`` is one of ``ranks`` of the pipeline; each has ``chunks`` stages. With several of these,
+    ``num_micro`` must be a multiple of ``ranks``, else it raises ValueError.
     """
     total = num_micro * chunks
 

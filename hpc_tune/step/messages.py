@@ -191,10 +191,10 @@ def tensor_messages(
 def _summed_activations(
     plan: StepPlan, recomputes: bool, pp_rank: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield what a rank's blocks and embedding sum over the tensor axis: bytes per token, times.
+    """Yield the all-reduces of a rank's blocks and embedding: bytes per token, and how many.
 
-    Per block two all-reduces of matmul outputs forward, and two backward of what flows between
-    blocks (arXiv:1909.08053); blocks with experts differ, and linear attention has one more inside.
+    A block has two of matmul outputs forward, and two of gradients of matmul inputs backward
+    (arXiv:1909.08053); blocks with experts differ, and linear attention has one more inside.
     """
     size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
     usual = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)

@@ -61,9 +61,9 @@ def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
 
 
 def restore_evals(saved: RunState | None, held_out_hash: str, events: EventsWriter) -> Evals:
-    """Return the evaluations in ``saved`` if they used the held-out data of this hash.
+    """Return the evaluations in ``saved`` unless they used held-out data of another hash.
 
-    Otherwise log and record the change, and return no evaluations.
+    If so, log and record the change, and return no evaluations. An empty hash (unknown) fits any.
     """
     if saved is None:
         return Evals()
@@ -91,7 +91,7 @@ def _batches_of(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """How many loss tokens or pairs an evaluation covered, its duration, and further measures.
+    """What an evaluation of ``terms`` loss tokens or pairs measured besides its mean loss.
 
     ``losses``: the loss of each source by name, if sources have names; the loss is their mean.
     """

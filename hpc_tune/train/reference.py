@@ -62,7 +62,7 @@ def attach_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine:
     ``engine`` must hold the weights that the run begins with.
 
     Raises:
-        DataError: if a cached file is damaged, or a new one cannot be written.
+        DataError: if a cached file is damaged or unreadable, or a new one cannot be written.
     """
     if not model.config.tune.has_reference:
         return data
@@ -266,7 +266,7 @@ class KlTerms(NamedTuple):
 
 
 def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool = False) -> KlTerms:
-    """Return the terms of this rank's mismatched answers in the step's KL divergence.
+    """Return this rank's part of a step's KL estimate, from its mismatched answers.
 
     The host waits for the device only once, at the end.
     """
@@ -292,9 +292,10 @@ def clamped_mean_kl(moved: float, number: float) -> float:
 
 
 def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
-    """Return the mean difference of mismatched answers to the reference, at least 0. Collective.
+    """Return the mean of mismatched answers' log-probabilities minus the reference's. Collective.
 
-    It covers all mismatched answers of a step, so it does not depend on ranks or micro-batches.
+    It is at least 0, and covers all mismatched answers of a step: it does not depend on ranks or
+    micro-batches.
     """
     return clamped_mean_kl(*comm.sum([*sum_kl_terms(engine, mismatched)]))
 

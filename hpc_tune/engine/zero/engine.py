@@ -335,11 +335,11 @@ class ZeroEngine:
 
 
 def _mark_leaf_modules(module: nn.Module) -> None:
-    """Make DeepSpeed treat as one layer each module whose calls of layers depend on its tokens.
+    """Make DeepSpeed treat each module as one layer whose calls of its layers depend on the tokens.
 
-    LongCat's experts call a layer for each expert that has tokens, Qwen4's indexer for each token;
-    those differ by rank. Each call gathers weights ahead, so ranks would wait for each other in
-    different collectives.
+    LongCat's experts call a layer for each expert that has tokens, Qwen4's indexer for each token,
+    so ranks make different calls. Each call gathers weights ahead: ranks would wait for each other
+    in different collectives.
     """
     from deepspeed.utils import set_z3_leaf_module
 
