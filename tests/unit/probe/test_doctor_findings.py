@@ -432,6 +432,11 @@ def test_a_slow_pair_is_named_and_a_slow_node_is_named_once():
     assert find_outliers(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
         "all links of node 3: 400.0 MB/s, others up to 11.0 GB/s"
     ]
+    # Two such nodes, of which each has a link to the other.
+    assert find_outliers(links(0.4e9, 0.4e9, 0.4e9, 0.5e9, 0.5e9, 11e9)) == [
+        "all links of node 0: 400.0 MB/s, others up to 11.0 GB/s",
+        "all links of node 1: 400.0 MB/s, others up to 11.0 GB/s",
+    ]
     assert find_outliers(links(*[1e9] * 6)) == []
     assert find_outliers([]) == []
 
