@@ -77,7 +77,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _data_settings(options: argparse.Namespace) -> list[str]:
-    """Return the data.path setting for the argument DATA of a command, unless DATA is a setting.
+    """Return the data.path setting for the argument DATA of a command; empty without DATA.
+
+    If DATA is itself a setting (NAME=VALUE), it is moved to ``options.settings``.
 
     Raises:
         ConfigError: if nothing names the data, or two arguments do.

@@ -112,7 +112,7 @@ def measure_compute(
     ``constraints.allows_tensor_parallel``.
 
     Raises:
-        ConfigError: if even so few blocks do not fit.
+        ConfigError: if even the few blocks to measure do not fit.
     """
     comm, seconds, batch = models.comm, {}, models.batch(rows)
     num_ranks = comm.world.size

@@ -157,7 +157,8 @@ MAX_SHOWN_LAYOUTS = 5
 class LayoutChoice:
     """The result: ``rows`` are the fastest that fit, ``refused`` faster ones that do not fit.
 
-    ``layout_without_auto``: what would run without auto. ``single_rank``: if its memory suffices.
+    ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
+    None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
     ``why_rows_shared``: why ranks share rows although the settings do not ask for it.
     """
 

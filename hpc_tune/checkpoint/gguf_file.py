@@ -272,7 +272,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     """Add the tokenizer of ``folder``; embeddings without a token get an unused token.
 
     Raises:
-        ConfigError: if it is not a byte-level BPE, or llama.cpp has no name for how it splits text.
+        ConfigError: if there is no tokenizer.json, it is not a byte-level BPE, or it splits text in
+            a way that has no known name in llama.cpp.
     """
     from gguf import SpecialVocab
 

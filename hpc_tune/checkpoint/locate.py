@@ -46,8 +46,9 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     ``moved_base`` is where its base model is now.
 
     Raises:
-        ConfigError: if ``path`` is neither, or ``moved_base`` is another model. CheckpointError: if
-        no checkpoint there is valid.
+        ConfigError: if ``path`` is neither, ``moved_base`` is another model, or the run's copy of
+        its chat template cannot be read. CheckpointError: if no checkpoint there is valid.
+        UnreadableError: if the file system refuses to read one.
     """
     if (path / MANIFEST).is_file():
         checkpoint, run_dir = path, path.absolute().parent.parent

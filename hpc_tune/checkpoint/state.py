@@ -150,7 +150,7 @@ def check_resume(
 ) -> list[str]:
     """Return warnings for a resume of ``saved`` with ``settings``, a dumped configuration.
 
-    ``identity`` and ``sample``: see model/weights.py.
+    ``identity`` and ``sample``: ``hash_architecture`` and ``fingerprint_weights`` of the base.
 
     Raises:
         ConfigError: lists every difference that is not allowed.

@@ -425,7 +425,8 @@ def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
 def _launcher_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the launcher's own words: those before the program that it starts.
 
-    The program is the first word that cannot be the value of an option, or the one after a flag.
+    A word after an option counts as its value; so does the program after a flag, which has no
+    value, and is then yielded too.
     """
     values = 0
     for word in words[1:]:

@@ -71,10 +71,11 @@ def find_unused_gpus(
     why: Callable[[], str] = lambda: "",
     root: Path = Path("/"),
 ) -> UnusedGpus | None:
-    """Return which GPUs are not used, if torch finds none; None if there is none to be used.
+    """Return why no GPU is used, where torch finds none; None if there is none to be used.
 
-    ``why`` returns torch's own reason, if any. ``root``: where the kernel's /dev, /proc and /sys
-    are. Intel's GPUs lead to an error in any job: their sites grant whole nodes.
+    GPUs that a variable hides count only if the job was granted some. ``why`` returns torch's own
+    reason, if any. ``root``: where the kernel's /dev, /proc and /sys are. Intel's GPUs lead to an
+    error in any job: their sites grant whole nodes.
     """
     granted = find_granted_gpus(environ)
     present = count_present_gpus(root)

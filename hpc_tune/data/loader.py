@@ -61,7 +61,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def take(self, start: int) -> list[Batch]:
-        """Return the step that begins at ``start``: where the last one ended, or at the restart.
+        """Return the step that begins at ``start``, where the last one ended or ``restart`` put it.
 
         An error of ``build`` in the thread is raised here.
         """

@@ -120,7 +120,7 @@ SINGLE_RANK = PreparingRanks()
 def cache_file_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     """Return a file name for data prepared from ``paths``; ``tokenizer``: its fingerprint.
 
-    The name changes if the source, the settings or the tokenizer change.
+    The name changes if the source, the settings, the tokenizer or hpc_tune's version change.
     """
     first, *others = as_list(paths)
     stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
@@ -374,7 +374,8 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
     """Open a part to read arrays from it by name; each array's CRC is checked as it is read.
 
     Raises:
-        DataError: if the part is missing, or what the ``with`` block reads of it is damaged.
+        DataError: if the part is missing or may not be read, or what the ``with`` block reads of it
+            is damaged.
     """
     try:
         with np.load(work.part_file(number), allow_pickle=False) as part:

@@ -64,10 +64,10 @@ def is_json_array(file: Path) -> bool:
 
 
 def read_json_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Yield (position, value) of the lines of JSON that start within a range of the file.
+    """Yield (position, value) of the lines of JSON that start at bytes ``start`` to ``stop``.
 
-    A position is the byte at which the line starts; in a compressed file, which is read whole, it
-    is the line's number.
+    A position is the byte at which the line starts; in a compressed file, which is read whole, the
+    line's number, from 1. The value of a line that cannot be used is a WrongRecord.
     """
     lines = (
         _iterate_compressed_lines(file)

@@ -128,10 +128,11 @@ def _explain_missing(where: str, missing: Sequence[str], names: Sequence[str]) -
 
 
 def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row | None:
-    """Return the example of a row; None if it is not to be learned, or in the other part.
+    """Return the example of a row; None if it is not to be learned, or not in ``reading.part``.
 
     Raises:
         WrongRecord: if the row is not a valid example.
+        DataError: if only one part is read, and the row is a piece of a text.
     """
     if isinstance(row, WrongRecord):
         raise row

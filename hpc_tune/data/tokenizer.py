@@ -125,10 +125,10 @@ class ChatTemplates:
         return bool(self._named)
 
     def choose(self, has_tools: bool) -> tuple[str, str | None]:
-        """Return the template that transformers chooses, and the same with marked blocks, if any.
+        """Return the template that transformers chooses, and ``mark_generation_blocks`` of it.
 
         Raises:
-            ValueError: if there are several and none is called default.
+            ValueError: if it would be the one called default, and there is none.
         """
         name = "tool_use" if has_tools and "tool_use" in self._named else "default"
         if name not in self._named:

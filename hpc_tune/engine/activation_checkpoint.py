@@ -148,7 +148,7 @@ def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function`` so that selective recompute does not count its operations.
 
     Selective recompute finds what it kept by counting a block's operations, and fails if the
-    recomputation has other operations than the first pass: only one of them may gather weights.
+    recomputation has others than the first pass, as when only one of the two gathers weights.
     """
 
     @functools.wraps(function)

@@ -212,9 +212,10 @@ def sum_squares(
 
 
 def _sum_squares_fused(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum with few kernels, in fp32: a GPU sums blocks of 65,536 values in trees, then their sums.
+    """Sum the squares with few kernels, within a tensor in fp32.
 
-    fp64 would read twice the bytes, from a copy, and run at a fraction of the rate.
+    A GPU sums blocks of 65,536 values in trees, then their sums, which loses little. fp64 would
+    read twice the bytes, from a copy, and run at a fraction of the rate.
     """
     norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
     return torch.stack(norms).double().square().sum()

@@ -70,7 +70,7 @@ def sums_of_outer_products(
 ) -> torch.Tensor:
     """Return ``grouped_weight_gradient``, computed expert by expert.
 
-    transformers has this only since 5.23, and also makes the gradient of the rows, unused here.
+    transformers' own, since 5.23, also makes the gradient of the rows, which is not needed here.
     """
     out_ERN, start = _fake_sums(low_SR, wide_SN, ends_E), 0
     for expert, end in enumerate(ends_E.tolist()):

@@ -438,7 +438,7 @@ class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
     ``transposed``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
-    that is stored in addition to the embedding. ``stacks``: of experts, by an adapter's layer.
+    that is stored in addition to the embedding. ``stacks``: experts', by the adapted layer's path.
     """
 
     index: TensorIndex

@@ -64,8 +64,8 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     """Return the model with adapters that will start from those of a peft directory.
 
     Raises:
-        ConfigError: lists every way in which the saved adapters do not fit this model and ``tune``.
-        DataError: if their file is damaged.
+        ConfigError: if it is no such directory, or its adapters do not fit this model and ``tune``;
+        lists the reasons. DataError: if their file is damaged.
     """
     file, saved = directory / ADAPTER_FILE, _read_adapter_config(directory)
     fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}

@@ -25,7 +25,8 @@ def make_modules_trainable(
 ) -> None:
     """Make the modules that tune.modules_to_save names trainable, on the meta device.
 
-    As in peft, a name selects each module whose path ends with it. They compute in ``dtype``.
+    As in peft, a name selects each module whose path ends with it. Their weights get
+    ``trained_dtype``, their results ``dtype``.
 
     Raises:
         ConfigError: if a name matches no module, or a module that cannot be trained alongside

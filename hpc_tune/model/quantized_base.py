@@ -343,8 +343,8 @@ PackedLayer = PackedLinear | PackedStack
 def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     """Pack the frozen weights of the decoder blocks, on the meta device.
 
-    Call it after peft, which looks at the shapes of whole weights. It packs all linear layers but
-    ``find_unquantized_layers``, and the stacks of experts that ``grouped_experts`` computes.
+    Call it after peft, which looks at the shapes of whole weights. It packs all linear layers
+    except ``find_unquantized_layers``, and stacks of experts that ``grouped_experts`` computes.
 
     Raises:
         ConfigError: if bitsandbytes is needed, but is not installed or cannot be imported.

@@ -140,7 +140,7 @@ class _DocumentGroup:
 class _Tiling:
     """The groups, and the place of each token of the rows in the concatenated groups.
 
-    ``key_places`` are the places of keys.
+    ``key_places``: the same for keys. None: each row is one document, in order.
     """
 
     groups: Sequence[_DocumentGroup]

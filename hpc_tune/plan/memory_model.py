@@ -280,7 +280,7 @@ def _deepspeed_extra_pinned_bytes(trace: TraceReport, stage: int | None) -> int:
 def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     """Return the bytes that pinned blocks take beyond this rank's weight shards and gradients.
 
-    ``shards``: the number of weights by size in bytes. Weights share blocks, but FSDP2 asks for a
+    ``shards``: how many weights have each size in bytes. Weights share blocks, but FSDP2 asks for a
     block for each gradient (``foreach_reduce`` copies them asynchronously). Moments are not pinned:
     they are updated on the host.
     """

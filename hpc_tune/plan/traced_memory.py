@@ -240,12 +240,12 @@ MATMULS = {
 
 
 class TracedMemory(TorchDispatchMode):
-    """Adds up the live storages of fake tensors, and returns 1 for their values.
+    """Adds up the live storages of fake tensors; a value that is read from one is 1.
 
     Models call ``nonzero``: the code of experts, for the experts that are hit and then for the
     tokens of each. All experts are then hit, and tokens are spread evenly. Blocks below
-    ``heap_block_bytes`` lie in a heap, which shrinks only if it ``trims``. ``peaks``: for each part
-    of a phase, the most bytes and the most bytes with the heap's.
+    ``heap_block_bytes``, and larger ones that fit into its holes, lie in a heap, which shrinks only
+    if it ``trims``. ``peaks``: by part of a phase, the most bytes, without and with its overhead.
     """
 
     def __init__(self, heap_block_bytes: int, trims: bool = False) -> None:

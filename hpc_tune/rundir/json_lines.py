@@ -253,7 +253,7 @@ def to_row(line: StepMetrics | EvalMetrics | RankTimes | ExpertTokens) -> dict[s
 
 @dataclass(frozen=True)
 class EventKind:
-    """When an event is written, and its fields: type and meaning by names. Numbers are ``float``.
+    """When an event is written, and its fields: (type, meaning) by name; numbers are ``float``.
 
     A key may hold several names, separated by spaces.
     """

@@ -50,10 +50,10 @@ def expected_bytes(
 
     ``micros`` are its micro-batches, only its own tokens if rows are shared; ``pp_rank`` is its
     number on the pipeline axis. ``recomputes``: blocks run again in the backward pass even if
-    parallel.recompute does not say so. Exact if the ranks of an axis divide what they share
-    (otherwise shards are padded), except for ZeRO, which DeepSpeed decides, for an untied frozen
-    embedding in a pipeline with reshard=micro, and for shared rows, whose few sums of answers and
-    routers are left out.
+    parallel.recompute does not say so. Exact, with FSDP2's padding of shards, if the ranks of an
+    axis divide what else they share, except for ZeRO, which DeepSpeed decides, for an untied frozen
+    embedding in a pipeline with reshard=micro, for spread experts, to which tokens are assumed to
+    go evenly, and for shared rows, whose few sums of answers and routers are left out.
     """
     sent: Counter[str] = Counter()
     for message in step_messages(plan, micros, recomputes, pp_rank):
@@ -124,11 +124,11 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
 def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
     """Yield the collectives that sum gradients.
 
-    Replicated gradients, in their weights' dtype: an all-reduce over the ranks with rows of their
-    own, and also over the tensor axis if each rank has a partial sum. Sharded ones, in
-    parallel.reduce_dtype: a reduce-scatter over the shards in each backward pass, or with
-    reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
-    first and last stage sum the gradient of a tied embedding, which both hold.
+    Replicated gradients, in their weights' dtype: an all-reduce over the axes of
+    ``reduction_axes``. Sharded ones, in parallel.reduce_dtype: a reduce-scatter over the shards in
+    each backward pass, or with reshard=step in the last, and an all-reduce of the own shard over
+    the replicas; a partial sum also over the tensor axis, in its weight's dtype. A pipeline's first
+    and last stage sum the gradient of a tied embedding, which both hold.
     """
     layout, parallel = plan.layout, plan.parallel
     held, whole = plan.rank_weights(pp_rank), Counter[tuple[str, ...]]()

@@ -156,7 +156,8 @@ class ModelSize:
 def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
 
-    Only a ``LossModel`` gets ``weights``. ``is_8bit``: whether the optimizer's moments are.
+    Of a module that is no ``LossModel`` only values and bytes are counted. ``is_8bit``: whether the
+    optimizer's moments have 8 bits.
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]

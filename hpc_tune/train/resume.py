@@ -28,10 +28,10 @@ def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the requested checkpoint does not verify. UnreadableError: if the file
-        system refuses to read one that may be the newest. ConfigError: if the path is no
-        checkpoint, if settings differ that must not, or if a fresh start is requested although
-        there are checkpoints.
+        CheckpointError: if the requested checkpoint does not verify, or of several none does.
+        UnreadableError: if the file system refuses to read one that may be the newest. ConfigError:
+        if the path is no checkpoint, if settings differ that must not, or if a fresh start is
+        requested although there are checkpoints. DataError: see ``require_same_init_adapter``.
     """
     comm, settings = job.setup_comm, job.config.model_dump()
     path = _find_requested_checkpoint(comm, job.config.checkpoint.resume, job.store)
@@ -81,7 +81,7 @@ def resume(
     Returns its state; None without a checkpoint.
 
     Raises:
-        CheckpointError: if it belongs to a different run, or its tensors do not fit.
+        ConfigError: if it belongs to a different run. CheckpointError: if its tensors do not fit.
     """
     if path is None:
         return None

@@ -215,9 +215,9 @@ class Comm:
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
     def run_and_agree(self, what: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; if it fails on one, raise on all. Collective.
+        """Run ``work`` on every rank; if it raises HpcTuneError on one, raise on all. Collective.
 
-        ``work`` must not contain a collective. A full disk is handled like an ``HpcTuneError``.
+        ``work`` must not contain a collective. An OSError that ``DiskError`` describes is one too.
         """
         self._require_no_solo_work()
         before = self.begin(what)

@@ -63,7 +63,7 @@ _LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinva
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank reports for the world: one line, made of ``who`` reports it and ``reason``.
+    """What one rank reports for the world: one line, ``who`` (such as "error: ") and ``reason``.
 
     ``facts`` go into outcome.json with it. ``details`` are a traceback and the messages of other
     libraries, None if the line says everything.
@@ -121,8 +121,8 @@ def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | N
     """Return what this rank should report about its error, or ``None`` if another rank reports.
 
     One rank reports for the world: the first that adds to a counter in the store, or, if the store
-    died with its rank, the first on each host. A rank that only lost a connection waits for the
-    rank that knows the cause.
+    does not answer, the first on each host. A rank that only lost a connection first waits a
+    little: another may know the cause, or it sees which rank is gone.
     """
     if isinstance(error, RemoteError):
         return None
@@ -194,9 +194,10 @@ def stalled_error(
     gone: set[int],
     trace: str | None,
 ) -> StalledError:
-    """Return the error that names the late ranks, from all answers to a rank that is at ``doing``.
+    """Return the error that names the late ranks; ``doing``: what this rank waits in.
 
-    ``gone``: ranks known to have ended. ``trace``: the folder of the traces of collectives, if any.
+    ``places``: where the ranks that answered are. ``gone``: ranks known to have ended. ``trace``:
+    the folder of the traces of collectives, if any.
     """
     late = find_late_ranks(places, len(roster))
     said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late]

@@ -41,7 +41,7 @@ def next_power_of_two(num_bytes: int) -> int:
 
 
 def split_into_blocks(num_bytes: int) -> list[int]:
-    """Return the sizes of blocks that together hold ``num_bytes`` and at most 1/16 more.
+    """Return the sizes of blocks that hold ``num_bytes`` in all, and at most 1/16 or 63 bytes more.
 
     For data that may be spread over several blocks: each is a power of two, the largest is first.
     """
