@@ -103,18 +103,22 @@ def write_config(
     machine = replace(_parse_machine(given["machine"]), section=section)
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
-    try:
-        write_file(out, _format_config(given, machine, out.stem, None))
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+
+    def write(sizes: PlannedSizes | None) -> None:
+        try:
+            write_file(out, _format_config(given, machine, out.stem, sizes))
+        except OSError as error:
+            out.unlink(missing_ok=True)  # else a second try would say that it exists
+            raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+
+    write(None)
     try:
         load_config([str(out)], [])
     except ConfigError:
         out.unlink()
         raise
     if machine.gpus and plan_sizes is not None:
-        sizes = plan_sizes(out, machine.nodes, machine.gpus)
-        write_file(out, _format_config(given, machine, out.stem, sizes))
+        write(plan_sizes(out, machine.nodes, machine.gpus))
     return list(_next_commands(out, machine, given["data"], host_bytes))
 
 

@@ -226,8 +226,8 @@ def _heap_block_size(num_bytes: int) -> int:
 # oneDNN caches ONEDNN_CACHE_SIZE kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the
 # buffer it was generated in: 64 pages minus what Xbyak takes (oneDNN 3, measured).
 ONEDNN_KERNEL_BYTES = 258376
-# One in LEAVING_BLOCKS blocks leaves an object of LEFT_BYTES bytes for the rest of the step: nodes
-# of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
+# One in BLOCKS_PER_LEFTOVER blocks leaves an object of LEFTOVER_BYTES for the rest of the step:
+# nodes of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 BLOCKS_PER_LEFTOVER, LEFTOVER_BYTES = 4, 64
 GROUPED_MM = torch.ops.aten._grouped_mm
 MATMULS = {

@@ -225,6 +225,8 @@ def meeting_point(environ):
 def test_a_loopback_master_is_refused_where_there_are_nodes():
     with pytest.raises(WorldError, match="MASTER_ADDR=localhost is .*, each node's own"):
         check_torchrun_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
+    with pytest.raises(WorldError, match="cannot be resolved"):
+        check_torchrun_master({"MASTER_ADDR": "x" * 70, "GROUP_WORLD_SIZE": "2"})
     check_torchrun_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
     check_torchrun_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
     check_torchrun_master({})

@@ -130,6 +130,22 @@ def test_the_largest_layout_that_divides_fewer_ranks(axes, num_ranks, expected):
             "mpirun -f F -n 4 -launcher ssh -iface eth0 python",
         ),
         ("mpiexec -n 6 --ppn 2 python", "pals", "mpiexec --hostfile F -n 4 --ppn 2 python"),
+        # A flag has no value, so the program after it, and its options, are not the launcher's.
+        (
+            "srun -lu --overlap numactl -N 0 python -n 3",
+            "srun",
+            "srun --nodes=2 --ntasks=4 --nodelist=n1,n3 -lu --overlap numactl -N 0 python -n 3",
+        ),
+        (
+            "srun -n6 numactl -N 0 python",
+            "srun",
+            "srun --nodes=2 --ntasks=4 --nodelist=n1,n3 numactl -N 0 python",
+        ),
+        (
+            "mpirun -np 6 --oversubscribe numactl -H -f x python",
+            "openmpi",
+            "mpirun --hostfile F -n 4 --oversubscribe numactl -H -f x python",
+        ),
     ],
 )
 def test_a_launcher_is_told_its_nodes_in_place_of_its_own(words, kind, expected):

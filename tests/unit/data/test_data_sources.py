@@ -374,7 +374,9 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     with pytest.raises(DataError, match="the splits a, test .* name one, such as .*three/a"):
         list_chunks(str(tmp_path / "three"))
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match="lacks data-00001-of-00002.arrow, listed in its state.json"):
+    with pytest.raises(
+        DataError, match="lacks data-00001-of-00002.arrow, listed in its state.json"
+    ):
         list_chunks(str(tmp_path / "one"))
 
 

@@ -65,7 +65,9 @@ def test_dropout_that_torch_compiles_wrongly_for_gpus_is_refused(
     if not is_refused:
         prepare()
         return
-    with pytest.raises(ConfigError, match="tune.dropout=0.05 .* torch 2.13.0.*; set tune.dropout=0"):
+    with pytest.raises(
+        ConfigError, match="tune.dropout=0.05 .* torch 2.13.0.*; set tune.dropout=0"
+    ):
         prepare()
 
 

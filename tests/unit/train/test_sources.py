@@ -107,7 +107,9 @@ def test_epochs_do_not_change_within_a_run():
 
 
 def test_a_position_in_data_path_or_a_damaged_one_is_refused():
-    with pytest.raises(ConfigError, match=r"from a run with data\.path, but this run sets data\.sources"):
+    with pytest.raises(
+        ConfigError, match=r"from a run with data\.path, but this run sets data\.sources"
+    ):
         determine_phases({"rows": 3, "content": "hash"}, OLD, True)
     with pytest.raises(CheckpointError, match="mixture cannot be used"):
         determine_phases({"rows": 3, "phases": [{"parts": 1}]}, OLD, True)
