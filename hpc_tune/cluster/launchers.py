@@ -322,18 +322,18 @@ _SRUN_NODE_OPTIONS = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x
 _TASKS_PER_NODE_OPTION = "--ntasks-per-node"
 _DAEMONS = ("prted", "orted", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 _TWO_VALUE_OPTIONS = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
-# Options without a value, of srun, Open MPI, Hydra and PALS; srun's short ones may be joined. An
-# optional value is joined by "=". -H, -q and -s take a value with some launchers.
-_SRUN_SHORT_FLAGS = re.compile(r"-[EIKOQXZkluv]+")
-_FLAGS = frozenset(
-    "label unbuffered verbose quiet overlap exact exclusive overcommit oversubscribe contiguous "
-    "pty preserve-env hold no-kill disable-status no-allocate kill-on-bad-exit immediate "
-    "multi-prog spread-job use-min-nodes reboot whole propagate bcast resv-ports external "
-    "allow-run-as-root tag-output timestamp-output report-bindings display-map "
-    "display-allocation nolocal nooversubscribe use-hwthread-cpus debug-daemons "
-    "leave-session-attached noprefix novm enable-recovery continuous prepend-rank ordered-output "
-    "print-all-exitcodes print-rank-map info genvall genvnone envall envnone line-buffer "
-    "no-transfer no-abort-on-failure".split()
+# Options without a value, of srun (whose short ones may be joined), Open MPI, Hydra and PALS. An
+# optional value is joined by "=". Not in it: -H, -q and -s, which take a value with some launchers.
+_FLAG = re.compile(
+    "-[EIKOQXZkluv]+|--?("
+    "label|unbuffered|verbose|quiet|overlap|exact|exclusive|overcommit|oversubscribe|contiguous|pty|"
+    "preserve-env|hold|no-kill|disable-status|no-allocate|kill-on-bad-exit|immediate|multi-prog|"
+    "spread-job|use-min-nodes|reboot|whole|propagate|bcast|resv-ports|external|"
+    "allow-run-as-root|tag-output|timestamp-output|report-bindings|display-map|display-allocation|"
+    "nolocal|nooversubscribe|use-hwthread-cpus|debug-daemons|leave-session-attached|noprefix|novm|"
+    "enable-recovery|continuous|"
+    "prepend-rank|ordered-output|print-all-exitcodes|print-rank-map|info|genvall|genvnone|envall|"
+    "envnone|line-buffer|no-transfer|no-abort-on-failure)"
 )
 
 
@@ -438,7 +438,7 @@ def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
 def _launcher_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the launcher's own words: those before the program that it starts.
 
-    A word after an option that is not in ``_FLAGS`` counts as its value.
+    A word after an option that is not a ``_FLAG`` counts as its value.
     """
     values = 0
     for word in words[1:]:
@@ -452,12 +452,10 @@ def _launcher_words(words: Sequence[str]) -> Iterator[str]:
 
 
 def _count_values(option: str) -> int:
-    name = option.lstrip("-")
-    if name in _TWO_VALUE_OPTIONS:
+    if option.lstrip("-") in _TWO_VALUE_OPTIONS:
         return 2
     is_joined = "=" in option or re.fullmatch(r"-[A-Za-z]\d\S*", option)
-    is_flag = name in _FLAGS or _SRUN_SHORT_FLAGS.fullmatch(option)
-    return 0 if is_joined or is_flag else 1
+    return 0 if is_joined or _FLAG.fullmatch(option) else 1
 
 
 def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:

@@ -205,27 +205,24 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     Unset axes are chosen later. tensor and pipeline stay, since they fit the model; the rest is
     ``num_ranks`` / (tensor x pipeline). expert becomes its greatest common divisor with the rest,
     shard the largest multiple of that up to its set value that divides the rest, and replicate the
-    remaining factor; without shard, replicate becomes the largest divisor of the rest up to its set
-    value. context stays, since a row may not fit fewer ranks, and must divide the rest. With
-    zero_stage no axis changes.
+    remaining factor; without shard, replicate becomes the largest divisor of rest / expert up to
+    its set value. context stays, since a row may not fit fewer ranks, and must divide the rest.
+    With zero_stage no axis changes.
     """
     rest, remainder = divmod(num_ranks, (parallel.tensor or 1) * (parallel.pipeline or 1))
     if remainder or not rest or rest % parallel.context:
         return None
-    replicate, shard = parallel.replicate, parallel.shard
-    if parallel.zero_stage is not None or (replicate is None and shard is None):
+    if parallel.zero_stage is not None:
         return {}
-    if shard is None:
-        axes = {"replicate": _largest_divisor(rest, replicate or 1)}
-    else:
-        # Experts stay spread over the same number of ranks if possible, else over fewer.
-        expert = math.gcd(rest, parallel.expert)
-        axes = {
-            "shard": expert * _largest_divisor(rest // expert, shard // expert),
-            "expert": expert,
-        }
-        if replicate is not None:
-            axes["replicate"] = rest // axes["shard"]
+    # Experts stay spread over the same number of ranks if possible, else over fewer.
+    replicate, shard, expert = parallel.replicate, parallel.shard, math.gcd(rest, parallel.expert)
+    axes = {}
+    if shard is not None:
+        axes["shard"] = expert * _largest_divisor(rest // expert, shard // expert)
+    axes["expert"] = expert
+    if replicate is not None:
+        most = _largest_divisor(rest // expert, replicate)
+        axes["replicate"] = rest // axes["shard"] if shard is not None else most
     return {name: size for name, size in axes.items() if size != getattr(parallel, name)}
 
 

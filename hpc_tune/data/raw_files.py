@@ -211,7 +211,10 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
             while True:
                 position = _ELEMENT_SEPARATOR.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
                 if text.startswith("]", position):
-                    if (text[position + 1 :] + text_file.read(READ_BYTES)).strip():
+                    after = text[position + 1 :]
+                    while not after.strip() and (more := text_file.read(READ_BYTES)):
+                        after = more
+                    if after.strip():
                         raise DataError(
                             f"{file}: there is more after the array that it begins with; expected"
                             " one array of objects, or one object per line"

@@ -83,6 +83,8 @@ def test_the_report_of_a_failed_run_names_hosts():
         ({"replicate": 1, "shard": 32, "expert": 8}, 24, {"shard": 24}),
         ({"replicate": 1, "shard": 16, "expert": 8}, 12, {"shard": 12, "expert": 4}),
         ({"shard": 8, "expert": 8}, 6, {"shard": 6, "expert": 2}),
+        ({"expert": 4}, 6, {"expert": 2}),  # the other axes are chosen
+        ({"expert": 4, "replicate": 4}, 12, {"replicate": 3}),
         ({"replicate": 4}, 24, {}),
         ({"replicate": 4}, 6, {"replicate": 3}),
         ({"tensor": 4, "replicate": 2}, 4, {"replicate": 1}),

@@ -1,5 +1,6 @@
 import json
 import os
+from contextlib import nullcontext
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ from hpc_tune.data import chunks, raw_files
 from hpc_tune.data.chunks import list_chunks, read_chunk, source_identity
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.files import find_files
+from hpc_tune.data.raw_files import READ_BYTES, read_json_array
 from hpc_tune.data.reading import DEFAULT_READING
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
 from hpc_tune.errors import DataError
@@ -408,3 +410,13 @@ def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, s
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(DataError, match="save it again|lacks passwd"):
         list_chunks(str(tmp_path))
+
+
+def test_text_after_an_array_is_refused_however_far_it_is(tmp_path):
+    file = tmp_path / "rows.json"
+    for after, is_refused in ((" " * 3 * READ_BYTES, False), (" " * 3 * READ_BYTES + "{}", True)):
+        file.write_text('[{"text": "a"}]' + after, encoding="utf-8")
+        with (
+            pytest.raises(DataError, match="more after the array") if is_refused else nullcontext()
+        ):
+            assert [number for number, _ in read_json_array(file)] == [1]
