@@ -81,7 +81,7 @@ def resume(
     Returns its state; None without a checkpoint.
 
     Raises:
-        CheckpointError: if it belongs to a different run, or its tensors do not fit.
+        ConfigError: if it belongs to a different run. CheckpointError: if its tensors do not fit.
     """
     if path is None:
         return None
