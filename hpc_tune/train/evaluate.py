@@ -52,7 +52,8 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
 def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
     """Return a hash of the held-out data that is evaluated, "" if nothing is held out.
 
-    ``num_rows``: of each source, None for all. Losses with different hashes cannot be compared.
+    ``num_rows``: how many rows of each source are evaluated, None for all. Losses with different
+    hashes cannot be compared.
     """
     if not data.held_out:
         return ""

@@ -138,7 +138,7 @@ def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path |
 def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
     """Remove the files that a refused start made in the run directory, and report what remains.
 
-    Only rank 0 does this: it knows what was there before, and other hosts may see another folder.
+    Only rank 0 does this, since other hosts may see another folder.
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
@@ -312,7 +312,7 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
     """Return this rank's monitor; the first rank of each node writes the node's heartbeat.
 
     Raises:
-        MemoryBudgetError: if the processes alone already use all memory that the node grants.
+        MemoryBudgetError: if the node's ranks already use all memory that they may use there.
     """
     world, beat = comm.world, None
     if world.local_rank == 0:

@@ -218,8 +218,8 @@ class _MemoryFill:
 
 
 def _num_kept(taken: Sequence[Action]) -> int:
-    """Return how many of the last run's actions are never undone: all up to the last one that frees
-    device memory, since without it the device may run out and end the run.
+    """Return how many of the actions ``taken`` at the start are never undone: all up to the last
+    one that frees device memory, since without it the device may run out and end the run.
     """
     return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
 

@@ -44,8 +44,8 @@ LOGS_FOLDER = "logs"
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``config`` holds the settings as the user gave them: checkpoints store them, and a
-    resumed run compares its settings with the stored ones.
+    """A job. ``config`` holds the user's settings, with the layout that parallel=auto chose:
+    checkpoints store them, and a resumed run compares its settings with the stored ones.
 
     ``setup_comm`` ends the world if a rank hangs in its local work; ``step_comm`` is the same with
     the timeout of steps. ``previous``: how the last run in ``dir`` ended. ``chosen``: the layout
@@ -82,10 +82,11 @@ def open_job(
 ) -> Iterator[Job]:
     """Lock the run directory and run the memory monitor for a block. Collective.
 
-    The watchdog and the memory exit replace errors of the block with their causes.
+    The watchdog, the lock and the memory exit replace errors of the block with their causes.
 
     Raises:
         ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
+        MemoryBudgetError: see ``make_monitor``.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
     resume_point = comm.resume_point

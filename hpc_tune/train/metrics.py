@@ -289,8 +289,8 @@ class MetricsWriter:
 
 @dataclass(frozen=True)
 class Flops:
-    """Flops: ``weights_per_token``; ``attention``, by the lengths of documents; and ``peak_per_s``
-    of all ranks' devices together (None if unknown).
+    """The flops that training needs: ``weights_per_token`` for the weights, and ``attention`` of
+    documents of given lengths. ``peak_per_s``: of all ranks' devices together, None if unknown.
     """
 
     weights_per_token: float

@@ -139,7 +139,7 @@ def _group_results(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield documents and their sums, M x 2, for many micro-batches at a time.
 
-    A device continues to compute until the sums are read.
+    Reading sums makes the host wait for the device, so they are not read after each micro-batch.
     """
     pending_results: list[tuple[list[int], torch.Tensor]] = []
     for documents, log_probs in found:

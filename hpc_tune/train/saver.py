@@ -53,8 +53,8 @@ _POLL_S = 0.02
 class WriteOptions:
     """How a rank writes. The save fails if the file system accepts no byte for ``limit_s``.
 
-    ``can_allocate(bytes, why)``: whether there is memory for copies. ``device(kept)``: what copies
-    tensors from the engine's device, if it has one, into blocks that are kept between saves.
+    ``can_allocate(bytes, why)``: whether there is memory for copies. ``device(kept)`` returns what
+    copies tensors from the engine's GPU, if there is one, into blocks that are kept between saves.
     ``owns_folder()``: whether this job still owns the run directory. ``faults`` are for tests.
     """
 
@@ -155,7 +155,7 @@ class Saver:
         return waits_s
 
     def start(self, state: RunState) -> None:
-        """Begin to save the engine's tensors with ``state``; finish if training waits for saves.
+        """Begin to save the engine's tensors with ``state``; if ``is_blocking``, wait for the end.
 
         Raises:
             CheckpointError: on every rank, if any rank cannot write and checkpoint.required is set.
@@ -180,7 +180,7 @@ class Saver:
             self.finish()
 
     def add_evaluation(self, state: RunState) -> None:
-        """Add the held-out loss in ``state`` to the existing checkpoint of its step.
+        """Add the held-out loss in ``state`` to the checkpoint of its step, if there is one.
 
         A stop may have interrupted the evaluation that this one replaces.
         """
@@ -314,7 +314,8 @@ class Saver:
         """Report this rank's files to rank 0; on rank 0, commit the files of all. Runs in a thread.
 
         Raises:
-            CheckpointError: if any rank failed to write, or rank 0 cannot learn it or commit.
+            CheckpointError: on rank 0, if any rank failed to write or the commit fails; on any
+                rank, if the store with the reports is gone.
         """
         try:
             own = SaveReport(tuple(save.writer.result()))

@@ -120,7 +120,7 @@ def build_rows(
     """Return the rows to train on; ``saved``: a checkpoint's position in them. Collective.
 
     Raises:
-        ConfigError: if the checkpoint's run had other sources. DataError: if a source has nothing
+        ConfigError, CheckpointError: see ``determine_phases``. DataError: if a source has nothing
         to learn.
     """
     for source in sources if comm.is_rank_0 else ():
@@ -176,7 +176,8 @@ def determine_phases(
     differ from the checkpoint's in its weights and sources.
 
     Raises:
-        ConfigError: if the mixture differs without ``new_mixture``, or a source has other data.
+        ConfigError: if the mixture differs, unless ``new_mixture`` is set and all sources have
+            weights; if a source has other data; if the checkpoint's run had data.path.
         CheckpointError: if the checkpoint's mixture cannot be read.
     """
     if saved is None:

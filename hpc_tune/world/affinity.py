@@ -54,10 +54,10 @@ def assign_cores(
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
-    Ranks with the same mask split it into contiguous slices; a rank keeps a mask that no other rank
-    has; if all ranks are pinned to too few CPUs, they are spread over ``reachable``; with more
-    ranks than CPUs, each gets one thread and no pinning. ``physical`` gives (package, core) of a
-    CPU, so that a slice holds whole cores.
+    Ranks with the same mask split it into contiguous slices. A rank keeps a mask that no other rank
+    has, or that overlaps other masks. If all ranks are pinned to too few CPUs, they are spread over
+    ``reachable``; with more ranks than CPUs, each gets one thread and no slice of its own.
+    ``physical`` gives (package, core) of a CPU, so that a slice holds whole cores.
 
     ``gpu_nodes``: the NUMA node of each rank's GPU. The mask's CPUs at one node are then split
     among the ranks whose GPUs are at this node.
@@ -225,8 +225,9 @@ def _slice_near_gpu(
 ) -> CpuMask | None:
     """Return the rank's slice of the mask's CPUs at its GPU's node.
 
-    Return ``None`` for all ranks of the mask if one of them would get no CPU this way: its slice of
-    the whole mask would overlap the slices that other ranks take from a node.
+    Return ``None`` for all ranks of the mask if one of them would get no CPU this way, or if its
+    GPU's node is unknown: its slice of the whole mask would overlap the slices that other ranks
+    take from a node. A rank that has the mask alone gets ``None``, too.
     """
     places = (
         [place for rank in same_mask_ranks if (place := gpu_nodes[rank]) is not None]

@@ -98,6 +98,7 @@ def bootstrap(
 
     Raises:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
+        ConfigError: if a rank may open too few files.
     """
     end_world_on_uncaught(None)
     processes.require_min_files(files := processes.raise_file_limit())
@@ -213,7 +214,7 @@ def shutdown(comm: Comm) -> None:
 
 
 def wait_for_idle_gloo() -> None:
-    """Wait until gloo's threads are idle, including threads of groups that torch still holds.
+    """Wait up to 5 s until gloo's threads are idle, also those of groups that torch still holds.
 
     A thread frees the tensors of a collective a moment after all ranks have their result. If Python
     is shutting down by then, that aborts the process (pytorch PR 179291).
@@ -485,8 +486,11 @@ _LEAVE_LIMIT_S = 10.0
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     """Return this rank's Comm in a world of ``ranks``, in this order, or None if it is left out.
 
-    Collective over all ranks; ``comm``'s process groups no longer exist afterwards. ``timeout_s``
-    is run.timeout.
+    Collective over all ranks. ``comm``'s process groups no longer exist afterwards, unless
+    ``ranks`` changes nothing. ``timeout_s`` is run.timeout.
+
+    Raises:
+        WorldError: if ``ranks`` leaves out the rank that holds the store.
     """
     import torch.distributed as dist
 

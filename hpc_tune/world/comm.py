@@ -102,7 +102,7 @@ class Comm:
     the launcher's first rank, which has the store and all connections of ``watch``. ``hang_watch``:
     the watch behind ``watch_for_hang``, if a run has set one. ``alone``: work that this rank does
     by itself now; if it failed, the others would wait forever in any collective inside the work.
-    ``activity`` and ``resume_point``: what it does now and how far it has come, for messages.
+    ``activity`` and ``resume_point``: what this rank does now, and where a next start would resume.
     """
 
     world: World
@@ -182,7 +182,7 @@ class Comm:
     def barrier(self, what: str, limit_s: float | None = None) -> None:
         """Wait for every rank; after ``limit_s`` end the world, naming ``what`` it waited for.
 
-        Without a limit the CPU group's long timeout applies.
+        Without a limit the CPU group's timeout applies.
         """
         import torch.distributed as dist
 
@@ -251,7 +251,7 @@ class Comm:
         return self.hang_watch.watching(what) if self.hang_watch is not None else nullcontext()
 
     def with_step_timeout(self) -> "Comm":
-        """Return this communicator with control traffic that waits no longer than run.timeout.
+        """Return this communicator with control traffic that fails a minute after run.timeout.
 
         Before and after training one rank may work alone for hours; during training all ranks move
         step by step, and a rank that is later than run.timeout will not arrive.

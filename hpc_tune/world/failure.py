@@ -173,7 +173,7 @@ class RankProgress:
 
 
 def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
-    """Return the ranks that the others wait for; none if all wait in the same place.
+    """Return the ranks that the others wait for; none if all wait in one place or none waits.
 
     These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """

@@ -40,7 +40,7 @@ class Channel(Protocol):
     def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's JSON value, by rank; collective.
 
-        ``limit_s``: how long to wait for a rank, if the channel itself has such a limit.
+        ``limit_s`` replaces the channel's own limit on waiting for a rank, if it has one.
         """
         ...
 

@@ -97,9 +97,9 @@ SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 
 
 class Watcher:
-    """Calls each of ``checks`` now and every ``every_s`` seconds, each in its own thread.
+    """Calls each of ``checks`` at ``start`` and then every ``every_s`` seconds, in its own thread.
 
-    A thread ends when its look returns True; all threads end after ``close``.
+    A thread ends when its check returns True; all threads end after ``close``.
     """
 
     def __init__(self, name: str, every_s: float, *checks: Callable[[], bool | None]) -> None:
@@ -150,10 +150,11 @@ class Watcher:
 def make_stall_check(
     progress_mark: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
 ) -> Callable[[], bool]:
-    """Return a look, for every ``every_s``, that acts if ``progress_mark`` does not change for
-    ``limit_s``.
+    """Return a function to call every ``every_s`` seconds. It calls ``act`` and returns True once
+    ``progress_mark()`` has not changed for ``limit_s`` seconds.
 
-    It counts looks and reads no clock, so a job that is suspended as a whole does not hang.
+    It counts its calls and reads no clock, so a job that was suspended as a whole does not look
+    hung.
     """
     seen: object = None
     still_s = 0.0

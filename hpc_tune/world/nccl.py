@@ -25,7 +25,8 @@ ReadErrors = Callable[[], Iterable[str]]
 
 
 def disable_nccl_error_handling(environ: MutableMapping[str, str]) -> None:
-    """Keep torch from ending the process, if it has get_error and the user has set no variable.
+    """Keep torch from ending the process when NCCL fails, if its NCCL groups have get_error and the
+    user has set none of the variables for it.
 
     Call this before groups are made.
     """
@@ -121,7 +122,7 @@ TRACE_FOLDER = "collectives"
 
 
 def write_collectives_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
-    """Write a trace of this rank's collectives; return the folder, None if nothing was recorded.
+    """Write a trace of this rank's collectives; return the folder, None if nothing was written.
 
     The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and torch 2.9
     and 2.10 do not record gloo's collectives.

@@ -111,8 +111,8 @@ def candidate_addresses(
     """Return the addresses worth trying, best first (pure).
 
     Named interfaces come first; then loopback on a single node; then interfaces with the names of
-    fast fabrics, the rest, and container bridges last. Link-local addresses are left out, and with
-    several nodes so is loopback (all of 127/8, including Debian's 127.0.1.1).
+    fast fabrics, the rest, and container bridges last. Link-local addresses are left out, as is
+    loopback with several nodes (all of 127/8, including Debian's 127.0.1.1).
     """
 
     wanted = split_interfaces(interface)

@@ -233,7 +233,7 @@ class RollCall:
     """Calls the ranks of ``comm`` inside ``watching``; calls ``on_failure`` in a thread to end the
     world.
 
-    Rank 0 repeatedly increases a number in the store, and a thread of each rank answers with it.
+    The rank with the store repeatedly increases a number in it; a thread of each rank answers it.
     During training ``StallWatch`` asks sooner, and knows who is late. Before training a rank may
     work alone for hours while the others wait, and only its threads show that it is alive.
     """
@@ -560,8 +560,8 @@ class HostWatch:
 def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.socket:
     """Listen on ``address``.
 
-    torchrun's address may not belong to this host or, with several nodes, be its loopback; then
-    listen on all interfaces, as torchrun's own store does.
+    If the address, which torchrun may have given, is not this host's, or is loopback with several
+    nodes, listen on all interfaces, as torchrun's own store does.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
     own = {known.ip for known in local_addresses()}

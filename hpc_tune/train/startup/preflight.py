@@ -129,7 +129,7 @@ def record_memory_peaks(job: Job, forecast: MemoryForecast) -> None:
 def _run_plan_command(
     job: Job, machine: Machine, arguments: Sequence[str], limit_s: float
 ) -> MemoryPlan | None:
-    """Run the plan command on the run's own configuration; return None if it fails.
+    """Run the plan command on the run's own configuration; None if it fails or lacks memory.
 
     Raises:
         ResumableStop: if the run was asked to stop meanwhile, since the signal ends the plan, too.
@@ -174,10 +174,11 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
     """Compare every rank's settings, a dumped configuration, with rank 0's. Collective.
 
     Settings differ if a rank has another environment or working directory, or another copy of the
-    file on its node.
+    configuration file on its node.
 
     Raises:
-        ConfigError: on every rank, naming the fields that differ, their values and their ranks.
+        ConfigError: on rank 0, naming the fields that differ, their values and their ranks;
+            ``RemoteError`` on the others.
     """
     own = {
         name: value for name, value in flatten(settings).items() if name not in _NODE_LOCAL_SETTINGS
