@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, si
 
 
 def exit_on_signals(prints: bool = True) -> None:
-    """Make every signal that asks to stop end this process, with the exit code of a stopped run.
+    """Make every signal that asks to stop end this process, with exit code 75, or 130 after SIGINT.
 
     ``prints``: print a message. SIGHUP stays ignored under nohup.
     """

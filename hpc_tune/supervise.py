@@ -370,7 +370,7 @@ class Supervisor:
         has_cause: bool = False,
         certain: Collection[str] = (),
     ) -> bool:
-        """Leave out the ``nodes`` that are lost or accused; return whether only they are to blame.
+        """Leave out faulty nodes after a start on ``nodes``; return whether only they are to blame.
 
         See ``JobNodes.exclude_faulty_nodes``.
         """

@@ -86,13 +86,13 @@ class TraceReport:
 
     ``activation_bytes`` is the peak without weights, adapters, gradients and optimizer state: saved
     and recomputed activations, gathered weights, logits, temporary values. ``peak_bytes`` is the
-    sum of the five. Totals too are ``evaluation_bytes``, the peak of an evaluation,
+    sum of these five. Totals too are ``evaluation_bytes``, the peak of an evaluation,
     ``loaded_bytes``, before the first step, and ``idle_bytes``, between two steps. The two
     ``heap_`` figures are those peaks with glibc's heap. ``num_micro`` micro-batches were traced, in
     ``trace_s`` seconds. ``kernel_bytes``: oneDNN's kernels, which stay. ``shards``: number of
     sharded weights by their bytes on the rank. ``parts``: peak and heap peak of each part of the
     step (see ``_mark_parts``). ``moved_bytes``: host buffers for block inputs. ``row_pieces``: in
-    which MLPs are computed; 0 if none can be cut.
+    how many pieces of a row MLPs are computed; 0 if no MLP can be cut.
     """
 
     layout: str
@@ -133,8 +133,8 @@ class TracedStep:
 
     Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; a step of all ranks has
     ``global_rows``. Every token has a loss, and attention has the mask of packed rows: the most
-    memory that a batch can need. ``for_gpu`` decides how many tokens have logits at once.
-    ``has_kernel``: attention needs no mask for packed documents, here of
+    memory that a batch can need. ``for_gpu``: logits at once, padding and copies are those of a
+    GPU, else of a CPU. ``has_kernel``: attention needs no mask for packed documents, here of
     ``TYPICAL_DOCUMENT_TOKENS`` tokens. ``has_tiled_attention``: the same for a CPU's tiled
     attention, with one document per row.
     """
@@ -175,10 +175,11 @@ TraceFunction = Callable[[TracedStep], TraceReport]
 
 
 def trace_step(step: TracedStep) -> TraceReport:
-    """Trace forward, backward and optimizer of one step.
+    """Trace forward, backward and optimizer of one step, and an evaluation.
 
     Raises:
-        DataError: if config.json is not that of a causal LM.
+        DataError: if config.json is not that of a causal LM. ConfigError: if the tune settings or
+            the scaling of positions do not fit the model.
     """
     began_s = time.perf_counter()
     built, layout = step.shape.build(), step.layout
@@ -474,7 +475,7 @@ def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceRepo
 
 
 def trace_worst_rank(trace: TraceFunction, step: TracedStep) -> TraceReport:
-    """Trace each rank that may need most with ``trace``, and return the report with the top peak.
+    """Trace each rank that may need most with ``trace``; return the report with the largest peak.
 
     Stages differ along the pipeline, the outermost axis of the ranks: the first has the embedding
     and the most micro-batches in flight, the last has the head, and the second stands for all

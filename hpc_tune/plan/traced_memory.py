@@ -42,7 +42,7 @@ _UNTRIMMED_BYTES = 1 << 17
 
 
 class Heap:
-    """A heap that begins at address 0 and grows until ``trim``; ``reach`` is its end.
+    """A heap from address 0 to ``reach``, the furthest end that it has had since ``trim``.
 
     Not modeled, as it makes no difference to large blocks: the order of equal holes, and that freed
     blocks are sorted into bins only on the next search. Blocks freed in a row are freed from the

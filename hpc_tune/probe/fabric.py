@@ -85,7 +85,7 @@ def find_deviating_variables(
 def find_harmful_settings(
     kind: str, library: str, version: str, settings: Mapping[str, str]
 ) -> list[tuple[bool, str]]:
-    """Return settings that hang or corrupt messages: (whether this is certain, message) (pure).
+    """Return (whether it is certain, message) of settings that hang or corrupt messages (pure).
 
     ``version``: of the loaded library.
     """
@@ -165,10 +165,10 @@ def read_nccl(
     root: Path = Path("/"),
     version_reader: Callable[[str], str] | None = None,
 ) -> NcclLibrary:
-    """Return what is loaded now; the plugin is loaded only once a communicator has been created.
+    """Return the NCCL or RCCL that is loaded now; it loads its plugin with its first communicator.
 
-    ``root``: the root of the file system to read; ``version_reader`` returns the version of a
-    library.
+    ``built``: the version that torch was compiled with; ``root``: the root of the file system to
+    read; ``version_reader``: returns the version of a library, by default the one it reports.
     """
     loaded = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
     libraries = tuple(path for path in loaded if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name))

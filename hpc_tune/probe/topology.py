@@ -130,10 +130,10 @@ class NodeGpu:
 
 @dataclass(frozen=True)
 class NetworkCard:
-    """One card of the fast network; ``rate`` and ``state`` are the kernel's text.
+    """One card of the fast network; ``state`` and ``rate``: ``ACTIVE`` and ``100 Gb/sec``.
 
-    ``near``: the GPUs that share a PCI switch with it, so that GPUDirect pays off. ``kind``:
-    InfiniBand, RoCE, Slingshot, or EFA.
+    ``near``: the numbers of the GPUs that share a PCI switch with it, so that GPUDirect pays off.
+    ``kind``: InfiniBand, RoCE, Slingshot (without a state), or EFA.
     """
 
     name: str
@@ -149,9 +149,9 @@ class Topology:
     """The topology of one node.
 
     ``paths``: by pair of GPUs, such as ``"0-1"``: NVLink, or where their PCI paths meet: PIX, PXB
-    (switches), PHB (root complex), NODE, SYS (across NUMA nodes); XGMI or PCIe for AMD's.
-    ``driver_error``: why the driver gave no or incomplete information. ``ethernet``: Mb/s of the
-    other cards that are up.
+    (switches), PHB (root complex), NODE, SYS (across NUMA nodes), ? if unknown; XGMI or PCIe for
+    AMD's. ``driver_error``: why the driver gave no or incomplete information. ``ethernet``: Mb/s of
+    the network interfaces that are up, by name.
     """
 
     gpus: tuple[NodeGpu, ...] = ()
@@ -164,10 +164,10 @@ class Topology:
 
 
 def read_topology(folder: Path = SYS) -> Topology:
-    """Return this node's topology; without a driver or nvidia-ml-py, only its cards.
+    """Return this node's topology; NVIDIA's GPUs only if their driver and nvidia-ml-py are there.
 
-    Without nvidia-ml-py, ``driver_error`` is NO_NVML. ``folder`` is where the kernel shows its
-    devices.
+    Without nvidia-ml-py and AMD's GPUs, ``driver_error`` is NO_NVML. ``folder`` is where the kernel
+    shows its devices.
     """
     told = _amd_topology(folder) or _nvidia_topology(folder)
     devices = [pci_device_path(folder, gpu.place) for gpu in told.gpus]

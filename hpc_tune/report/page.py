@@ -483,11 +483,11 @@ def write_report(
     """Write one report of one or several runs; return its path.
 
     ``out`` is an .html file; by default report.html in the run directory of a single run, or in the
-    current folder. ``png``: also write the figures into ``report/`` next to it. ``asks_scheduler``:
-    ask the scheduler for the energy of the runs' jobs.
+    current folder. ``png``: also write the figures into a folder of the same name next to it, such
+    as ``report/``. ``asks_scheduler``: ask the scheduler for the energy of the runs' jobs.
 
     Raises:
-        ConfigError: if a path is not a run directory, or the report cannot be written.
+        ConfigError: if a path is no run directory or checkpoint, or the report cannot be written.
     """
     read = (read_run(path) for path in paths)
     runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks_scheduler)) for run in read]

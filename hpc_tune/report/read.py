@@ -60,9 +60,9 @@ class JobsEnergy:
 def find_jobs_energy(
     events: Iterable[Mapping[str, Any]], asks_scheduler: bool, ask: AskJobEnergy = ask_job_energy
 ) -> JobsEnergy | None:
-    """Return the energy of a run's jobs; None if their scheduler does not count energy.
+    """Return the energy of a run's jobs; None without jobs whose scheduler counts energy.
 
-    ``asks_scheduler``: whether to ask the scheduler, which may take many seconds.
+    ``asks_scheduler``: whether to ask the scheduler, by ``ask``, which may take many seconds.
     """
     starts: dict[str, list[tuple[str, float]]] = {}
     for event in events:
@@ -287,10 +287,10 @@ class LineReader:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run directory at ``path``.
+    """Read the run directory ``path``, or that of the checkpoint ``path``.
 
     Raises:
-        ConfigError: if ``path`` is not a run directory.
+        ConfigError: if it is neither.
     """
     path = find_run(path)
     return make_run(path, *(lines.read() for lines in open_logs(path)))

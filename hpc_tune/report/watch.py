@@ -27,10 +27,12 @@ _STATE_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
 def watch_runs(path: Path, every_s: float, once: bool) -> None:
-    """Show the run at ``path`` until it ends or Ctrl-C is pressed, or only ``once``.
+    """Show the run at ``path`` until it ends, and read it every ``every_s`` seconds.
+
+    With ``once``, or if stdout is not a terminal, show it only once.
 
     Raises:
-        ConfigError: if there is no run directory at ``path``.
+        ConfigError: if ``path`` is neither a run directory nor a checkpoint in one.
     """
     path, console = find_run(path), Console()
     lines = open_logs(path)

@@ -160,7 +160,7 @@ def read_start_history(run_dir: Path) -> StartHistory:
     """Return the history of all starts before the newest in ``run_dir``; empty if there are none.
 
     Failures are counted in starts.jsonl, which supervise writes. Without this file, starts that
-    left no stop event count as killed.
+    left no stop event count as failures.
     """
     events = _drop_newest_start(list(_read_rows(run_dir / EVENTS_FILE)))
     if (run_dir / STARTS_FILE).exists():

@@ -59,9 +59,10 @@ class MovedError(InUseError):
 class Owner:
     """The process of rank 0 of a job.
 
-    ``nonce``: unique to the start. ``place``: the scope in which its pid and ``folder``, the
-    absolute path of the run directory, are valid. ``job`` and ``restart``: the scheduler's id of
-    the job, and how often it has restarted it.
+    ``nonce``: unique to the start of the run. ``start`` and ``since_s``: when the process started,
+    in clock ticks since boot and in seconds since the epoch. ``place``: the scope in which its pid
+    and ``folder``, the absolute path of the run directory, are valid. ``job`` and ``restart``: the
+    scheduler's id of the job, and how often the scheduler has restarted it.
     """
 
     nonce: str
@@ -432,7 +433,8 @@ def list_run_files(run_dir: Path) -> frozenset[str] | None:
 def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
     """Remove what was added to ``run_dir`` since ``before``; return the names of what stays.
 
-    These are prepared data, and what the file system refuses to remove.
+    These are prepared data, and what the file system refuses to remove. Files that record the
+    refusal stay too, but are not returned.
     """
     prepared = list_run_files(run_dir / PREPARED_FOLDER)
     is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)

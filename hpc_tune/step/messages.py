@@ -167,8 +167,8 @@ def tensor_messages(
     """Yield the messages of activations on the tensor axis.
 
     For blocks and the embedding see ``_summed_activations``. For the head, on the rank that has it:
-    the gradient of the tokens with loss, and three fp32 numbers for each, twice if their logits are
-    recomputed. And what the model's plan gathers.
+    the gradient of its input, for tokens with loss, and three fp32 numbers for each (these twice if
+    logits are recomputed). And what the model's plan gathers.
     """
     model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
@@ -291,8 +291,9 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
     Stage 1 sums all gradients once per step, stage 2 once per micro-batch, both in all-reduces, and
-    both gather the updated weights. Stage 3 gathers all weights forward and backward; gradients are
-    reduce-scattered per micro-batch.
+    both gather the updated weights. Stage 3 gathers weights forward and backward and
+    reduce-scatters gradients, per micro-batch. If the base is frozen, trained weights are gathered
+    only if they are matrices outside the blocks.
     """
     size, over = plan.size, partial(_collective, plan)
     if stage == 3:

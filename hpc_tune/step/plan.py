@@ -151,8 +151,9 @@ class StepPlan:
     def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
         """Whether every rank keeps all of a parameter where FSDP2 shards the others.
 
-        Adapters stay whole, and so do norms and biases if weights are gathered in bf16: bf16 has no
-        number between 1 and 1.0078, and norms are computed in fp32, as elsewhere.
+        Adapters (all that is trained on a frozen base) stay whole, and so do norms and biases if
+        weights are gathered in bf16, as norms are computed in fp32: bf16 has no number between 1
+        and 1.0078.
         """
         return is_trained and (
             not self.size.is_fully_trained or (self.casts_before_gather and is_vector)

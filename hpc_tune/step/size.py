@@ -67,8 +67,8 @@ class WeightGroup:
     def padded(self, num: int, shards: int, along_any: bool = False) -> int:
         """Return ``num`` values or bytes of these, with the padding that makes shards equally big.
 
-        FSDP2 splits the rows of each tensor evenly over the shards: some shards may get none.
-        ``along_any``: it is sharded along another dimension if the shards divide that one.
+        FSDP2 cuts each tensor into shards of equally many rows; the last may get fewer or none.
+        ``along_any``: it cuts another dimension instead if the shards divide that one.
         """
         divided = self.shape if along_any else self.shape[:1]
         if not divided or any(length % shards == 0 for length in divided):
@@ -228,8 +228,8 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
     Adapters (if the base is frozen) and the scales of a 4-bit base are not sharded, but adapters on
-    experts are spread with them; everything else is divided by the shards, with padding. The tensor
-    and pipeline axes divide everything, except norms and uneven stages.
+    experts are spread with them; everything else is divided by the shards, with padding. It is
+    assumed that the tensor and pipeline axes divide everything, even norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
@@ -261,10 +261,10 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
 def max_activation_bytes(model: Any, tokens: int) -> int:
     """Return a bound in bytes on what a rank keeps of ``tokens`` tokens without recompute.
 
-    34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
-    not kept), twice that in 32 bits, and the fp32 logits with their gradient. For each expert of a
-    token 4 bytes x (3 hidden + 4 inner): its input, output and weighted output; gate and up, the
-    activation, and their product.
+    68 bytes x tokens x hidden x layers: in 32 bits, twice the 16-bit values of arXiv:2205.05198
+    without the scores, which are not kept. The fp32 logits and their gradient. In each layer, for
+    each expert of a token, 4 bytes x (3 hidden + 4 inner): its input, output and weighted output;
+    gate and up, the activation, and their product.
     """
     hidden: int = model.hidden_size
     of_token = 68 * hidden

@@ -147,7 +147,7 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
 
 
 def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, int, int]]:
-    """Return the stacks of an experts' module, the dimension that is cut of each, and its parts.
+    """Return (stack, dimension that is cut, number of parts) of an experts' module.
 
     A rank has a share of each expert's inner features. Gate and up lie one after the other in one
     stack, as two parts that are cut separately.
@@ -205,10 +205,10 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
 class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
-    ``forward``: of matmul outputs; ``backward``: of gradients of matmul inputs, the first of them
-    the block's input with ``includes_block_input``; ``routed``: of the gradients of what routers
-    give experts;
-    ``inner_features``: of a token, whose gradients are summed within linear attention.
+    ``forward``: of matmul outputs. ``backward``: of gradients of matmul inputs, of which one is the
+    block's input if ``includes_block_input``. ``routed``: of gradients of what routers give
+    experts. ``inner_features``: the features of a token whose gradients are also summed, within
+    linear attention.
     """
 
     forward: int
@@ -220,7 +220,7 @@ class BlockAllReduces:
 
 def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
     """Return the sums of ``slice_model`` in each block: one per matmul that is split by its
-    inputs, and one for the shared input of all matmuls that are split by their outputs.
+    inputs, one per input shared by matmuls that are split by their outputs, both for experts too.
     """
     blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
     for path, layer, style in _planned_layers(module):

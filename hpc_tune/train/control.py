@@ -210,7 +210,8 @@ class Control:
         """Record a finished step; evaluate and save if due. Collective.
 
         Raises:
-            HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+            HpcTuneError: if loss or gradient norm is not finite, if the model of step 1 is not its
+                reference, or if a save fails and checkpoint.required is set.
         """
         trainer, step = self.trainer, self.trainer.step
         self._job.watchdog.close()

@@ -120,7 +120,7 @@ def require_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
     """Check the data early, before links are measured and the model is planned. Collective.
 
     Raises:
-        DataError: if a source is missing, of an unknown kind, or a mix of kinds.
+        DataError: if a source is missing, damaged, of an unknown kind, or a mix of kinds.
     """
     cache = Path(data.cache or run_dir / "data")
     for wanted in (*list_training_sources(data), *list_eval_sources(data)):
@@ -156,8 +156,8 @@ def open_data(
 ) -> Data:
     """Open the data for this rank's part of each step; prepare it first if raw. Collective.
 
-    A run that resumes ``checkpoint`` ends with its last epoch, even if an earlier end of the run
-    had a last step of fewer rows.
+    Without train.max_steps, a run that resumes ``checkpoint`` ends with its last epoch, even if an
+    earlier end of the run had a last step of fewer rows.
     """
     config, comm = model.config, job.setup_comm
     job.monitor.enter(Phase.DATA, "preparing the data", writes_heartbeat=True)

@@ -69,7 +69,7 @@ class RunEnergyMeter:
 
 
 def _gpu_addresses_of_node(comm: Comm) -> list[str] | None:
-    """Return the PCI addresses of this node's GPUs on the node's first rank, else None.
+    """Return the PCI addresses of the GPUs of this node's ranks to its first rank, else None.
 
     Collective. A GPU that several ranks have slices of is listed once.
     """
