@@ -321,7 +321,8 @@ def make_language_model(
     the files are not known.
 
     Raises:
-        DataError: if it is not a causal LM.
+        DataError: if ``language_config`` refuses it, transformers cannot make a model from it, or
+            the files lack some experts.
     """
     text = language_config(config, directory)
     whole = None if text is config else _make_on_meta(auto_model_class(config), config, dtype)

@@ -78,10 +78,10 @@ _MAMBA_1_CLASSES = ("MambaMixer", "FalconMambaMixer")
 
 
 def find_unquantized_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
-    """Return the layers in a model's decoder blocks that are not quantized.
+    """Return the layers that stay as they are when a model's decoder ``blocks`` are quantized.
 
-    These are routers, layers that are not called like other linear layers, and layers that a family
-    keeps in fp32.
+    These are the blocks' routers and linear layers that are not called like others, and all linear
+    layers of the model that its family keeps in fp32.
     """
     paths = {*find_routers(blocks), *find_unreplaceable_linears(blocks)}
     return {*find_fp32_linears(model), *(blocks.get_submodule(path) for path in paths)}

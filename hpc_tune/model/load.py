@@ -134,7 +134,7 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex:
-    """Give the tensors of an adapter made on a language model alone their whole-model names.
+    """Return an index with whole-model names for an adapter made on a language model alone.
 
     In a checkpoint the optimizer state is renamed as well.
     """
@@ -162,7 +162,7 @@ def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterab
 def _compare_expert_ranks(
     fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig
 ) -> list[str]:
-    """Return how the ranks and scales of experts differ, and remove experts from the patterns.
+    """Return how experts' ranks and alphas differ from ``wanted``; remove them from both patterns.
 
     peft's own adapters have a pattern for experts only if their rank differs from the others.
     """
@@ -275,14 +275,14 @@ def load_weights(
     With ``parameters=False`` only buffers are filled, for an engine that fills parameters itself.
     ``reserve`` is called before host memory is filled.
 
-    Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
-    that stay unsharded on a CPU are not read at all: they are mapped pages of the file, which the
-    ranks of a node share. The initial values of adapters depend only on (seed, name), so they are
-    the same in every layout.
+    Every parameter may be sharded; each rank reads only the regions that it keeps (of a 4-bit
+    matrix, all of it). Frozen weights that stay unsharded on a CPU, in the file's dtype, are not
+    copied: they are mapped pages of the file, which the ranks of a node share. The initial values
+    of adapters depend only on (seed, name), so they are the same in every layout.
 
     Raises:
-        DataError: if a file is truncated, a shape differs from config.json, or a weight that this
-            rank keeps is NaN or inf.
+        DataError: if a file is truncated, a tensor in it is too small, a weight that this rank
+            keeps is NaN or inf, or a buffer gets no values.
     """
     packed = dict(find_packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
@@ -331,7 +331,7 @@ def load_trained_parameters(built: BuiltModel, checkpoint: Path) -> None:
     """Fill the trained parameters from a checkpoint's directory, whatever layout saved it.
 
     Raises:
-        CheckpointError: if a file is damaged or a tensor has another shape.
+        CheckpointError: if a file is damaged, or a tensor is missing or too small.
     """
     index = use_whole_model_names(index_checkpoint(checkpoint), built.names)
     index.require(built.saved_names.values())

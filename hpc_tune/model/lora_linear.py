@@ -206,7 +206,7 @@ def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def adapted_row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Return |w + s b A| for each row w of the base weight and b of B, fp32 [O].
+    """Return |w + s b A| for each row w of the base weight and b of B: [O], in fp32 or more exact.
 
     |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow matmul with W, if
     ``squares_O``, the |w|^2, are given.
@@ -310,12 +310,12 @@ def _cast_adapters(
 
 
 class _LoraLinearsFunction(torch.autograd.Function):
-    """Outputs of layers for one input; backward, gradients of it and of each A and B.
+    """Computes the outputs of layers for one input; gradients reach the input and each A and B.
 
     ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed`` has the base of
     each layer whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies
-    are kept. For each layer follow weight, bias, A, B, and the scaled B in that dtype if copies are
-    kept.
+    are kept, else None. For each layer follow weight, bias, A, B, and the scaled B in that dtype if
+    copies are kept, else None.
     """
 
     @staticmethod

@@ -220,8 +220,8 @@ class LossModel(nn.Module):
 class HeadUnit(nn.Module):
     """``token_losses`` as a module that holds the head, so that engines gather the head's weights.
 
-    Losses use these weights both by calling the head and directly. ``head`` may be deleted once it
-    is sharded, because it is also a part of the model.
+    Losses use these weights both by calling the head and directly. An engine that knows the weights
+    may delete ``head``, because it is also a part of the model.
     """
 
     def __init__(self, head: nn.Module) -> None:

@@ -144,7 +144,7 @@ class Preference:
     ``sft_weight`` times the mean negative log-probability of the chosen answer's tokens is added to
     each pair's loss (arXiv:2404.19733, equation 1). ``label_smoothing``: the fraction of pairs
     whose labels are assumed to be swapped (arXiv:2403.00409). ``desirable_weight`` and
-    ``undesirable_weight`` are kto's lambdas.
+    ``undesirable_weight`` are kto's lambdas. ``beta`` and ``gamma``: see ``_pair_losses``.
     """
 
     name: ObjectiveName
@@ -220,7 +220,8 @@ class Preference:
         """Return each labeled answer's loss (arXiv:2402.01306, equation 8).
 
         lambda (1 - sigmoid(beta (s - KL))) for desirable ones, lambda (1 - sigmoid(beta (KL - s)))
-        for the others; KL is the step's, over mismatched answers (``PreferencePairs.kl``).
+        for the others. s are ``log_ratios_P``; KL is the step's, over mismatched answers
+        (``PreferencePairs.kl``).
         """
         above_P = self.beta * (log_ratios_P - pairs.kl)
         return torch.where(

@@ -87,7 +87,7 @@ def _set_attention(model: Any) -> None:
 
 
 def _patch_packed_sequence_search() -> None:
-    """Make transformers take documents from the host if it knows them.
+    """Make transformers take documents from the host if the host knows them.
 
     transformers reads from the positions whether a row has several documents, and so waits for the
     device. If ranks share rows, it is told of none, because attention makes the masks itself.

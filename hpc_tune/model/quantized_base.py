@@ -124,7 +124,7 @@ class FourBitLinear(nn.Linear):
         since the scales depend on all of them.
 
         Raises:
-            DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
+            DataError: if the weight is too small, has NaN or inf, or its file is damaged.
         """
         start, scales = offset[0], []
         matrix = _StoredMatrix(index, stored_name, self.out_features, self.in_features)
@@ -303,10 +303,12 @@ class _StoredMatrix:
     def quantize_pieces(
         self, dtype: torch.dtype, device: torch.device, reserve: Reserve
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Read ``PIECE_BYTES`` of values at a time; yield each piece's first byte, codes, scales.
+        """Read about ``PIECE_BYTES`` at a time; yield a piece's place, its packed codes and scales.
+
+        The place is that of its first byte among the packed bytes of the whole matrix.
 
         Raises:
-            DataError: if values are NaN or inf, or their file is damaged.
+            DataError: if values are missing, NaN or inf, or their file is damaged.
         """
         from bitsandbytes.functional import quantize_4bit
 

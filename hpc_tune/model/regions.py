@@ -160,7 +160,7 @@ class _Hash:
 def _write_back(descriptor: int, synced_end: int, syncing_end: int, position: int) -> None:
     """Start writing back ``syncing_end:position`` to disk, wait for ``synced_end:syncing_end``.
 
-    So at most two ranges of a large file are left in the page cache for the final sync.
+    So at most two ranges of a large file are still unwritten at the final sync.
     """
     for start, end, flags in (
         (syncing_end, position, _SYNC_BEGIN),

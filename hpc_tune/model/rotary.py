@@ -151,7 +151,7 @@ def require_scaling_support(model: nn.Module, scaling: Mapping[str, Any]) -> Non
     """Refuse a family whose own code ignores the scaling.
 
     Raises:
-        ConfigError: if no part of ``model`` computes positions of this kind.
+        ConfigError: if no part of ``model`` has the scaling's ``rope_type``.
     """
     kinds = [getattr(part, "rope_type", None) for part in model.modules()]
     named = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}

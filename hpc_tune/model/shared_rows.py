@@ -221,7 +221,8 @@ class _SumOfShares(torch.autograd.Function):
 def repeat_kv_heads(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
     """Return queries, keys and values whose heads ``size`` ranks share evenly; ``size`` divides H.
 
-    If there are too few key and value heads, each is repeated; autograd adds up their gradients.
+    If ``size`` does not divide the number of key heads, each key and value head is repeated;
+    autograd adds up their gradients.
     """
     query_BHSD, *keys_BKSD = inputs_BHSD
     copies = count_repeated_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]

@@ -395,9 +395,9 @@ def find_renamed_tensors(model: Any, stored_names: Iterable[str]) -> dict[str, s
 
 
 def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
-    """Return which ``names``, already those of the whole ``model``, transformers' table renames.
+    """Return which of ``names``, names of the whole ``model``, transformers' conversions rename.
 
-    peft applies the table to an adapter's names too, and then ignores these.
+    peft applies the conversions to an adapter's names too, and then ignores the renamed tensors.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -410,7 +410,8 @@ def find_joined_tensors(
 ) -> tuple[dict[str, JoinedTensor], dict[str, str]]:
     """Return each tensor that is joined from stored ones, by its name in the whole ``model``.
 
-    Also return tensors that transformers makes by operations not supported here, and name these.
+    Also return the tensors, by name, that transformers makes by operations that are not supported
+    here, with the names of these operations.
 
     Raises:
         DataError: if some experts of a layer are missing, or differ in shape.

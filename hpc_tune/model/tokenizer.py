@@ -50,9 +50,10 @@ _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
-    """Return ``tokenizer`` if it tokenizes as its tokenizer.json says, else one that does.
+    """Return ``tokenizer``, or one that reads the files as they are if its class does not.
 
-    Differences are logged. Without tokenizer.json there is nothing to compare with.
+    Differences are logged. Those that come from tokenizer_config.json are kept, as in transformers.
+    Without tokenizer.json there is nothing to compare with.
     """
     file = directory / TOKENIZER_FILE
     if not file.is_file():
@@ -340,8 +341,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 
     Raises:
         DataError: if the tokenizer, its directory or the template is missing, the tokenizer has no
-            fast form or lacks the token that ends the template's answers, or the template cannot be
-            read.
+            fast form, has tokens without an embedding or no ordinary tokens, or lacks the token
+            that ends the template's answers, or the template cannot be read.
         ConfigError: if the directory's name is not valid UTF-8.
     """
     require_model_directory(directory)
@@ -445,10 +446,10 @@ def _set_end_token(tokenizer: Any, directory: Path) -> None:
 
 
 def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
-    """Return the token ids at which transformers stops generating with a directory's model.
+    """Return the token ids at which generation with a directory's model stops.
 
-    They come from generation_config.json, or else from config.json, plus the tokenizer's end token,
-    at which servers stop as well.
+    transformers stops at those in generation_config.json, or else in config.json; servers also stop
+    at the tokenizer's end token.
     """
     for file in ("generation_config.json", "config.json"):
         named = read_json_object(directory / file).get("eos_token_id")
@@ -458,9 +459,9 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
 
 
 def read_processor_template(directory: Path) -> tuple[str, Any] | None:
-    """Return the file and chat template of a model's processor; several templates are a dict.
+    """Return the file and chat template of a model's processor, or None if it has no template.
 
-    Models that process images have it there, and none in the tokenizer's files.
+    Several templates are a dict. Some models that process images have a template only there.
     """
     for file in ("chat_template.json", "processor_config.json"):
         template = read_json_object(directory / file).get("chat_template")

@@ -47,10 +47,11 @@ def avoid_sdpa_with_capped_scores(model: Any) -> None:
 
 
 def use_plain_functions_on_cpu(model: nn.Module) -> None:
-    """Make a model's code call such packages only on a GPU, else transformers' own functions.
+    """Make a model's code call causal_conv1d and the like only on a GPU, else transformers' own.
 
-    Both compute the same. This patches the family's Python module, for all of its models; a second
-    call does nothing.
+    Both compute the same, but calls that separate documents (``seq_idx``, ``cu_seqlens``) always go
+    to the packages. This patches the family's Python module, for all of its models; a second call
+    does nothing.
     """
     from transformers.integrations import hub_kernels
 

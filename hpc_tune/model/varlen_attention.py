@@ -398,7 +398,7 @@ def use_flash_attention(
     heads_per_group: int,
     window: int | None = None,
 ) -> str:
-    """Make torch use the best installed version that is right; return its name, "" if none is.
+    """Make torch use the best installed FlashAttention that is right; return its name, or "".
 
     ``values``: values per head; ``heads_per_group``: query heads per key head; ``window``: a
     sliding window in tokens that is tried too, if given. The choice holds for the whole process.

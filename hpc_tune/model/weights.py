@@ -139,8 +139,8 @@ class TensorIndex:
     """The tensors of some files by name, and those ``joined`` from several of them.
 
     ``ignored_weights``: other weights in the directory. ``unfollowed``: tensors of the model that
-    transformers would make by operations not supported here, and the names of these. Problems are
-    raised as ``error``.
+    transformers would make by operations not supported here, with the operations' names. Problems
+    are raised as ``error``.
     """
 
     sources: Mapping[str, TensorSource]
@@ -200,7 +200,7 @@ class TensorIndex:
         into anonymous memory at once.
 
         Raises:
-            HpcTuneError: if the tensor on disk has another shape or its bytes cannot be read.
+            HpcTuneError: if the tensor on disk has no such region or its bytes cannot be read.
         """
         source, offset = self.sources[name], offset or (0,) * local.dim()
         if not Box(offset, tuple(local.shape)).is_within(source.shape):
@@ -476,7 +476,8 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     """Refuse weights that are quantized in another format than float8 with scales, or MXFP4.
 
     Raises:
-        DataError: if there are any; it names the method.
+        DataError: naming the method, if there are any, or if config.json says that weights are
+            quantized and none is in a known format.
     """
     settings = _read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")

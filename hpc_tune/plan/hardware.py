@@ -117,8 +117,8 @@ def detect_machine(comm: Comm, host_bytes: int) -> Machine:
 class Cluster:
     """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
 
-    ``within`` / ``across``: inside a node / between nodes. ``lanes``: network cards of a node.
-    ``host_bytes_per_s``: between a GPU and its node's memory.
+    ``intra_node_*``: inside a node; ``inter_node_*``: between nodes, per network card. ``lanes``:
+    network cards of a node. ``host_bytes_per_s``: between a GPU and its node's memory.
     """
 
     flops: float
@@ -148,7 +148,7 @@ CLUSTERS = {
 def run_plan(
     config: Path, machine: Machine, arguments: Iterable[str], limit_s: float
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``plan --json`` on a configuration file, in a process that no launcher has started.
+    """Run ``plan --json`` on a configuration file, in a process without a launcher's variables.
 
     Raises:
         OSError, subprocess.TimeoutExpired: if it cannot be started, or does not finish in time.

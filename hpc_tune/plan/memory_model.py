@@ -54,8 +54,8 @@ SaveMethod = Literal["streamed", "gathered"]
 class PhaseMemory:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
-    ``first_bytes``: additional host bytes of the first rank of the first node. If there is no room,
-    a run skips an ``optional`` phase, and can do without ``spare_bytes`` of ``rank_bytes``.
+    ``first_bytes``: additional host bytes on the first node. If there is no room, a run skips an
+    ``optional`` phase, and can do without ``spare_bytes`` of ``rank_bytes``.
     """
 
     name: Phase
@@ -226,7 +226,7 @@ def _staging_bytes(
 
 @dataclass(frozen=True)
 class _StepBytes:
-    """A rank's bytes on its device: after loading, between steps, and the two peaks.
+    """A rank's bytes on its device: after loading, between steps, and peaks of step and evaluation.
 
     ``offloaded``: what a rank with a GPU keeps on the host instead.
     """
@@ -269,7 +269,8 @@ def _deepspeed_extra_pinned_bytes(trace: TraceReport, stage: int | None) -> int:
     """Return the bytes of DeepSpeed's pinned memory beyond the offloaded optimizer state.
 
     Stages 1 and 2 pin this rank's fp32 copy of the weights and an additional gradient of the same
-    size; stage 3 pins its gradients, which are counted already. Each is one flat block.
+    size; stage 3 pins its gradients, which are counted already. Each is one flat block, rounded up
+    to a power of two.
     """
     if stage == 3:
         return next_power_of_two(trace.gradient_bytes) - trace.gradient_bytes

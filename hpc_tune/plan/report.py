@@ -301,7 +301,8 @@ def make_plan(
     ``needs_mask``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
 
     Raises:
-        ConfigError: if the layout does not fit world or model. DataError: if it is no causal LM.
+        ConfigError: if the layout does not fit world or model, or there is no such model.
+        DataError: if it is no causal LM, or its files are damaged.
     """
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
     micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
@@ -489,9 +490,9 @@ def _inspect_stored_weights(
 ) -> tuple[set[torch.dtype], int, float]:
     """Return the dtypes of a model's files, the bytes of their largest tensor, and a share.
 
-    The share: frozen values whose tensors have the same shape in the files as in the model, unlike
-    experts that are stored one by one. Without files, all but stacks of experts are assumed to, in
-    the config's dtype or else in the dtype that is computed with.
+    The share: that of the frozen values whose tensors have the same shape in the files as in the
+    model, unlike experts that are stored one by one. Without files, all tensors but stacks of
+    experts are assumed to be stored so, in the config's dtype or else in the model's.
     """
     frozen = [p for p in built.module.parameters() if not p.requires_grad]
     num_frozen = max(1, sum(p.numel() for p in frozen))
@@ -519,9 +520,9 @@ def _layout_text(resolved: ResolvedLayout) -> str:
 
 
 def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
-    """Return what a configuration's run needs on GPUs; None if it cannot be planned (yet).
+    """Return what the run of a configuration ``file`` needs on GPUs; None if it cannot be planned.
 
-    Recomputes as few activations as fit a usual GPU.
+    It recomputes activations selectively if that fits a usual GPU, else fully.
     """
     config = load_config([str(file)], [])
     machine = Machine(nodes, gpus, USUAL_DEVICE, USUAL_HOST)

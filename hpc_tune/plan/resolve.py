@@ -102,11 +102,12 @@ def choose_layout(
 ) -> tuple[Layout, str]:
     """Return the layout for this world and the reason in words.
 
-    Axes that are set are kept; tensor and pipeline are 1 unless set; if one of replicate and shard
-    is unset, it takes the remaining ranks. If both are unset, all ranks replicate if the model fits
-    into ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so
-    that weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes differ); else
-    all ranks shard.
+    With DeepSpeed, all ranks shard at ZeRO stage 3 and replicate at the others. Else axes that are
+    set are kept; tensor and pipeline are 1 unless set; if one of replicate and shard is unset, it
+    takes the remaining ranks. If both are unset, all ranks replicate if the model fits into
+    ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so that
+    weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes differ); else all
+    ranks shard.
 
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size.
@@ -189,9 +190,9 @@ def resolve_row_pieces(
 ) -> ParallelConfig:
     """Return the settings with row_pieces decided; ``train`` tells whether blocks are compiled.
 
-    Pieces have MIN_ROW_PIECE_TOKENS tokens if ``model`` has MLPs that can be cut. Without
-    recompute=full, pieces would cost another forward pass of the MLPs: then only the user or the
-    governor sets them.
+    Pieces have at least MIN_ROW_PIECE_TOKENS tokens if ``model`` has MLPs that can be cut and no
+    other setting conflicts. Without recompute=full, pieces would cost another forward pass of the
+    MLPs: then only the user or the governor sets them.
     """
     if parallel.row_pieces != "auto":
         return parallel
