@@ -11,16 +11,15 @@ _EXIT_INTERRUPTED, _EXIT_RESUMABLE = 130, 75  # as in errors.py, which takes lon
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def exit_on_signals(prints: bool = True) -> None:
+def exit_on_signals() -> None:
     """Make every signal that asks to stop end this process, with exit code 75, or 130 after SIGINT.
 
-    ``prints``: print a message. SIGHUP stays ignored under nohup.
+    SIGHUP stays ignored under nohup.
     """
 
     def leave(number: int, frame: object) -> None:
-        if prints:
-            name = signal.Signals(number).name
-            write_stderr(f"{name}: stopped immediately. Rerun the same command to resume\n")
+        name = signal.Signals(number).name
+        write_stderr(f"{name}: stopped immediately. Rerun the same command to resume\n")
         os._exit(_EXIT_INTERRUPTED if number == signal.SIGINT else _EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:

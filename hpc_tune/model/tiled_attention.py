@@ -254,7 +254,7 @@ def _tiled_forward(
     has_shifts = int(query_BHTD.dtype.itemsize == 2)
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
     outs, shifts = [], []
-    buffers = _make_buffers(query_BHTD, tiling, num_groups, (1, 1 + has_shifts))
+    buffers = _make_buffers(query_BHTD, tiling, (1, 1 + has_shifts))
     for group in tiling.groups:
         query = group.as_documents(query_BHTD, num_groups)
         key, value = (group.as_keys(t, num_groups) for t in (key_BKTD, value_BKTD))
@@ -288,7 +288,7 @@ def _tiled_backward(
     tiling = _make_tiling(tuple(spans), tuple(num_earlier_keys), num_rows, num_tokens, num_heads)
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
-    buffers = _make_buffers(inputs[0], tiling, num_groups, (1, 1, 1))
+    buffers = _make_buffers(inputs[0], tiling, (1, 1, 1))
     longest = max(group.num_documents * group.num_keys for group in tiling.groups)
     product = buffers[0].new_empty(longest * num_groups * max(t.shape[3] for t in inputs[1:]))
     for group in tiling.groups:
@@ -334,7 +334,7 @@ def _cut_tiles(
 
 
 def _make_buffers(
-    query_BHTD: torch.Tensor, tiling: _Tiling, num_groups: int, sizes: Sequence[int]
+    query_BHTD: torch.Tensor, tiling: _Tiling, sizes: Sequence[int]
 ) -> list[torch.Tensor]:
     """Return a buffer for each of ``sizes``, in multiples of the largest tile's number of scores.
 

@@ -473,7 +473,7 @@ def _render_svg(name: str, figure: Figure) -> str:
 # -- The report command: run directories -> report.html, and its figures as PNG if requested.
 
 
-REPORT_FILE, REPORT_FOLDER = "report.html", "report"
+REPORT_FILE = "report.html"
 _DPI = 144
 
 
@@ -494,7 +494,7 @@ def write_report(
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
     figures = list(draw_figures(runs))
     try:
-        folder = out.parent / (REPORT_FOLDER if out.name == REPORT_FILE else out.stem)
+        folder = out.parent / out.stem
         if png:
             folder.mkdir(parents=True, exist_ok=True)
             for name, _, figure in figures:

@@ -71,6 +71,7 @@ memory/monitor.py watches how full memory is, and supervise.py what is left of a
 import contextlib
 import errno
 import hashlib
+import ipaddress
 import json
 import os
 import selectors
@@ -566,5 +567,6 @@ def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.soc
     family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
     own = {known.ip for known in local_addresses()}
     ip = str(sockaddr[0])
-    host = ip if ip in own and (is_one_node or not ip.startswith("127.")) else ""
+    is_reachable = ip in own and (is_one_node or not ipaddress.ip_address(ip).is_loopback)
+    host = ip if is_reachable else ""
     return socket.create_server((host, 0), family=family, backlog=backlog)
