@@ -149,7 +149,7 @@ class Batch:
     ) -> "Batch":
         """Return a copy with ``token_wise`` applied to tensors of shape BT, ``other`` to the rest.
 
-        A mismatched batch has its own pairs: the same answers with other counts.
+        A mismatched batch has its own ``pairs``: the same with other numbers of tokens.
         """
         tokens_BT, labels_BT, positions_BT = map(token_wise, self.tensors)
         return replace(
@@ -182,9 +182,10 @@ def costliest_batch(num_rows: int, seq_len: int) -> Batch:
 
 
 def padding_batch(first_row: int, form: Form = "answers") -> Batch:
-    """Return a row of one token without a label: it joins collectives and changes nothing.
+    """Return a row of one token without a label, for a rank that only joins collectives.
 
-    Like other batches of ``form``, it may have pairs (zero of them) and an empty mismatched batch.
+    It changes no result. Like other batches of ``form``, it may have ``pairs`` (zero of them) and
+    a mismatched batch, which is a copy of it.
     """
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
     labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)

@@ -62,7 +62,7 @@ def predict_candidates(
     compute: Compute,
     network: Network,
 ) -> list[Candidate]:
-    """Return the layouts, each in its fastest order of ranks, sorted by predicted speed.
+    """Return the layouts, each in its fastest order of ranks, sorted by ``penalized_s``.
 
     Layouts whose weights, gradients and optimizer state exceed the memory of a rank are left out.
     """
@@ -98,8 +98,8 @@ def legal_layouts(
 
     Axes that are set are kept. With more than eight ranks, only all of them and powers of two are
     tried. ``model`` is the transformers config; ``with_tensor``: see
-    ``constraints.allows_tensor_parallel``;
-    ``num_experts``: how many experts can be distributed over ranks.
+    ``constraints.allows_tensor_parallel``; ``num_experts``: how many experts can be distributed
+    over ranks.
     """
     layouts = []
     for size in range(1, num_ranks + 1):

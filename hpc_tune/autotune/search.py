@@ -95,7 +95,7 @@ class Measurements:
         """Read the measurements of a run, or the output of ``doctor --json``.
 
         Raises:
-            ConfigError: if the file holds neither.
+            ConfigError: if the file cannot be read or holds neither.
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -178,11 +178,12 @@ class LayoutChoice:
 def choose_layout_for_command(
     config: RunConfig, machine: Machine, measured_file: str | None, cluster_name: str | None
 ) -> tuple[LayoutChoice, Machine, RunConfig]:
-    """Choose for the command line; also return the machine as the used ranks see it, and the
-    configuration with the chosen layout.
+    """Choose a layout for the command line; also return the machine, restricted to the ranks that
+    are used, and the configuration with the layout.
 
     Raises:
-        ConfigError: as ``search_layout``; or if neither a file nor a known cluster is named.
+        ConfigError, DataError: as ``search_layout`` and ``Measurements.read``. ConfigError: if
+        neither a file nor a known cluster is named.
     """
     if cluster_name is not None and cluster_name not in CLUSTERS:
         raise ConfigError(f"--hardware {cluster_name}: expected {', '.join(CLUSTERS)}")
@@ -369,9 +370,10 @@ class _LayoutSearch:
     def fastest_that_fit(
         self, legal: Sequence[Candidate], predict_more: Callable[[], Sequence[Candidate]]
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the fastest of ``legal`` that fit, and faster ones that do not.
+        """Return the fastest of ``legal`` that fits and slower ones, and faster ones that do not.
 
-        If none fits, the candidates that ``predict_more`` returns are tried too.
+        Slower ones are not planned: they may not fit. If none fits, the candidates that
+        ``predict_more`` returns are tried too.
 
         Raises:
             ConfigError: if no candidate fits.

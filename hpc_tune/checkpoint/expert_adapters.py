@@ -76,7 +76,7 @@ def mixture_targets(
 ) -> "Targets":
     """Return the targets, by names that peft matches with exactly these ``layers``.
 
-    ``taken_names``: the names that peft may take for stacks.
+    ``taken_names``: the layer names, such as gate_proj, that peft may take for stacks.
     """
     from hpc_tune.model.adapters import Targets
 
@@ -220,8 +220,9 @@ def _write_per_expert_config(
     """Write adapter_config.json: a copy of the one in ``peft_folder``, with layers instead of
     stacks.
 
-    Patterns give the rank of experts; their scale is that of the other layers. use_rslora becomes a
-    larger alpha with the same scale, since some versions of vLLM ignore use_rslora for experts.
+    Patterns give the rank of experts; their scale is that of the other layers. If the patterns of
+    ranks and alphas have the same keys, use_rslora becomes larger alphas with the same scales:
+    some versions of vLLM ignore use_rslora for experts.
     """
     config = json.loads((peft_folder / "adapter_config.json").read_text(encoding="utf-8"))
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})

@@ -238,13 +238,14 @@ def export_merged(
 def pack_adapter(
     folder: Path, names: Sequence[str], tune: TuneConfig, base: Path
 ) -> list[WrittenFile]:
-    """Turn the files ``names`` of an unfinished checkpoint into its ``adapter`` folder.
+    """Turn the files ``names`` of an unfinished checkpoint into its ``adapter`` folder; return what
+    is in it.
 
     These files hold the ranks' regions of the adapter's weights. They are removed, so that a
     checkpoint stores the weights only once, in peft's form.
 
     Raises:
-        CheckpointError: if the file system refuses.
+        CheckpointError: if the files cannot be read, or the file system refuses.
     """
     files = [folder / name for name in names]
     out = folder / ADAPTER_FOLDER
@@ -299,7 +300,7 @@ def _accompanies_weights(file: Path) -> bool:
     """Whether a file of the base directory belongs to the model but is not its weights.
 
     An adapter's configuration would make transformers look for an adapter of the merged model, and
-    ModelOpt's quantization config would make a server look for scales that merged weights lack.
+    a quantization config (ModelOpt's, GPTQ's) a server look for scales that merged weights lack.
     """
     others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
     return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
@@ -324,10 +325,10 @@ def _describe_merged_weights_in_config(file: Path, dtype: torch.dtype | None) ->
 
 
 def copy_tokenizer(base: Path, out: Path) -> None:
-    """Copy the files of a tokenizer.
+    """Copy the files of the tokenizer in ``base`` to ``out``.
 
     A tokenizer with only vocabulary and merges also gets a tokenizer.json: transformers would need
-    config.json, which an adapter's folder lacks, to find its class.
+    config.json, which an adapter's folder lacks, to find the tokenizer's class.
     """
     files = [
         f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _accompanies_weights(f)

@@ -63,7 +63,7 @@ def export_gguf(
 ) -> Path:
     """Write base plus adapter (or the fully tuned weights) as a folder with one GGUF file.
 
-    Each matrix gets ``dtype``, or keeps its dtype from the base; vectors are fp32, as in llama.cpp.
+    ``dtype``: that of matrices, as in ``export_merged``; vectors are fp32, as in llama.cpp.
     Only one tensor is held at a time. ``template``: the chat template used in training, if it is
     not the base's.
 

@@ -71,11 +71,11 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
 def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path], T]) -> T:
     """Return the result of ``work`` on the checkpoint of ``run``, which was located at ``path``.
 
-    If the checkpoint vanishes meanwhile, since an active run removes old ones, retry with the
-    newest.
+    If ``path`` is an active run, which has removed the checkpoint meanwhile, retry with the newest.
 
     Raises:
-        HpcTuneError, OSError: what ``work`` raises although its checkpoint still exists.
+        HpcTuneError, OSError: what ``work`` raises, if its checkpoint still exists or ``path`` is a
+        checkpoint. CheckpointError: if the run has no valid checkpoint any more.
     """
     checkpoint = run.checkpoint
     for _ in range(_MAX_ATTEMPTS):
@@ -130,9 +130,13 @@ def read_template(run_dir: Path, chat_template: str | None) -> str | None:
 
 
 def describe_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
-    """Return one line per checkpoint of a run (or of one checkpoint), and whether all are valid.
+    """Return lines on the checkpoints of a run (or on one checkpoint), and whether all are valid.
 
+    A run's outcome, the sources of a mixture, and checkpoints put aside have lines too.
     ``check_bytes`` reads every file; without it only manifests are read.
+
+    Raises:
+        ConfigError: if ``path`` is neither.
     """
     lines, all_valid = _outcome_lines(path), True
     if lines and not (path / "checkpoints").is_dir():

@@ -171,7 +171,7 @@ class MergedModel:
     def _add_expert_adapters(
         self, out: torch.Tensor, name: str, layer: str, stack: AdaptedTensor
     ) -> None:
-        """W_e + scale B_e A_e for each expert e of a stack, or of the part of it in ``out``.
+        """Set ``out``, a stack or a part of it, to W_e + scale B_e A_e for each expert e.
 
         As in peft, A is E R x inputs, expert-major, and B is outputs x R E, where each expert has
         every E-th column. Only one expert is held in fp32 at a time.
@@ -193,7 +193,7 @@ class MergedModel:
             out[Box(offset, tuple(values.shape)).slices()] = values.to(out.dtype)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
-        """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.
+        """Set ``out`` to W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.
 
         A transposed W gets the transposed product. A part of W, such as the gate if the model has
         gate and up in one tensor, gets the product's rows for that part.

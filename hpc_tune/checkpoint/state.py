@@ -49,7 +49,7 @@ class Evals:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evals":
-        """Return the record from JSON types.
+        """Return the record that was saved as ``values``, in JSON types.
 
         Raises:
             ValueError: if fields are unknown or have another type.
@@ -65,13 +65,13 @@ class Evals:
 class RunState:
     """Everything that the next step depends on, except tensors. All JSON types.
 
-    Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
+    Randomness needs no state: order, new adapters and dropout follow from the seed and the row.
     ``micro_size`` is kept so that a resume in the same layout is bitwise the same.
     ``governor``: the governor's actions in effect, in order.
     ``eval_loss``: the held-out loss at this step, if it was measured. ``model_sample``: a hash over
-    values of the base, if a resumed run needs the base. ``experts``: for a mixture, a description
-    of the trained parts. ``held_out``: a hash of the held-out data, empty if unknown. ``start``: a
-    hash of the adapter that the reference model for preferences started from; empty if it was the
+    values of the base, if a resumed run needs the base. ``experts``: for a mixture of experts,
+    which parts are trained. ``held_out``: a hash of the held-out data, empty if unknown. ``start``:
+    a hash of the adapter that the reference model for preferences started from; empty if it was the
     base alone, None if there is no reference or it is unknown. ``scaled_for``: the text length in
     tokens for which the rotary positions of all texts are scaled, if scaling would otherwise depend
     on each text's length.
@@ -115,14 +115,16 @@ class RunState:
             raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
 
     def has_other_weights(self, sample: str) -> bool:
-        """Return whether a base with this sample has other values than the base of this state.
+        """Return whether a base with this ``model_sample`` has other values than this state's base.
 
-        False if either sample is unknown, since earlier versions saved none.
+        False if either is unknown (empty), since earlier versions saved none.
         """
         return "" not in (sample, self.model_sample) and sample != self.model_sample
 
     def run_config(self, where: str) -> RunConfig:
         """Return the configuration that the state was saved with, without removed settings.
+
+        ``where`` names the checkpoint in messages.
 
         Raises:
             CheckpointError: if this version cannot read it.
@@ -169,9 +171,9 @@ def check_resume(
 
 
 def require_same_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
-    """Check the settings that must match, before the data and the model are loaded.
+    """Refuse a resume of ``saved`` if ``settings`` that must match differ.
 
-    ``other_model`` says how the model differs, if it does.
+    ``other_model`` says how the model differs; empty if it does not, or is not loaded yet.
 
     Raises:
         ConfigError: lists every difference that is not allowed.

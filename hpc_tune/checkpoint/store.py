@@ -142,7 +142,8 @@ class Store:
         """Keep ``newest`` and, by the keep settings, earlier checkpoints; put later ones aside.
 
         Later checkpoints are from steps that the run repeats, because they were damaged or the run
-        resumed from an older one. Folders that end in .tmp were interrupted.
+        resumed from an older one. Folders that end in .tmp were interrupted; they are removed.
+        If the file system refuses, a warning is logged.
         """
         step_folders = self.step_folders()
         end = step_folders.index(newest) + 1
@@ -237,7 +238,7 @@ def _retry_read(file: Path, reading: Callable[[], T]) -> T:
     """Return the result of ``reading`` a file of a checkpoint, with retries.
 
     Raises:
-        CheckpointError: if the file does not exist. NoRightError: if this user may not read it.
+        CheckpointError: if it is missing or no file. NoRightError: if this user may not read it.
         UnreadableError: if the file system refuses every attempt.
     """
     for wait_s in (*_RETRY_WAITS_S, None):

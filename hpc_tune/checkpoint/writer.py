@@ -99,8 +99,8 @@ class PinnedBlockPool:
     def put_back(self, blocks: list[torch.Tensor]) -> None:
         """Take blocks back from a save that is over; ``blocks`` is emptied.
 
-        At most as many blocks are kept as one save had: a save that hung may return its blocks
-        after the next one.
+        At most as many blocks are kept as one save had, since a save that hung may return its
+        blocks after the next one; none after ``keep_between_saves(False)``.
         """
         with self._lock:
             most = max(len(self._free), len(blocks)) if self._keeps else 0

@@ -90,8 +90,10 @@ _WORD = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
 def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], mark: str) -> None:
     """Refuse ``directives``, pairs of (setting, value), that a line of ``mark`` cannot hold.
 
+    ``mark``: the word that directives begin with, such as #SBATCH.
+
     Raises:
-        ConfigError: naming all of them; or if min_nodes exceeds nodes.
+        ConfigError: naming all of them; or if ``settings.min_nodes`` exceeds ``settings.nodes``.
     """
     name = settings.section
     wrong = [f"{name}.{field}={value!r}" for field, value in directives if not _is_word(value)]
@@ -132,8 +134,10 @@ def environment_lines(
 def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], folder: Path) -> str:
     """Return the line that keeps ``train ARGUMENTS`` going, with its ranks started by ``launch``.
 
+    ``folder``: in which the job runs.
+
     Raises:
-        ConfigError: if the settings do not form a command line.
+        ConfigError: if the settings contradict each other or do not form a command line.
     """
     started = wrap_in_container(settings, launch, folder)
     _require_valid_command(settings, launch, started, [*arguments, str(folder)])

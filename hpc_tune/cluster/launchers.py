@@ -86,7 +86,8 @@ GPU_AWARE_VARIABLE = "MPICH_GPU_SUPPORT_ENABLED"
 def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     """Disable GPU support in Cray MPICH, since only NCCL sends from GPUs here; return a message.
 
-    Next to NCCL it can also hang forever. Call this before MPI is imported.
+    The message is None if it was not enabled. Next to NCCL it can also hang forever. Call this
+    before MPI is imported.
     """
     if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
         return None

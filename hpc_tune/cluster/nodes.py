@@ -222,7 +222,7 @@ class JobNodes:
         has_cause: bool = False,
         certain_suspects: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
-        """After a failed start on ``used``, return the nodes to leave out from now on, and why.
+        """After a failed start on ``used``, leave out nodes from now on; return them, and why.
 
         Also return whether nothing else is to blame: Slurm or a probe calls them lost, or they were
         already tried once more. ``suspects``: the nodes that the launcher or the report names; they

@@ -43,9 +43,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where ranks without MPI connect to rank 0; ``token`` is known only to ranks of this job.
+    """Where ranks without MPI connect to rank 0, which refuses ranks with another ``token``.
 
-    If ``ports`` is None, the ports are derived from the token.
+    The token identifies the job, but is no secret. If ``ports`` is None, they are derived from it.
     """
 
     addresses: Sequence[str]
@@ -112,10 +112,10 @@ class Scheduler:
     the job may use, with the names of the variables that say so; ``granted_cpus`` reads how many
     CPUs of this node it may use.
 
-    The other functions take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler,
+    The next functions take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler,
     which may take many seconds. ``requeue_command`` returns the command that requeues the job,
     empty if that is impossible. ``ask_energy``, if the scheduler counts energy, takes starts of a
-    run: (job, seconds since 1970). ``name`` is the scheduler's name in words.
+    run instead: (job, seconds since 1970). ``name`` is the scheduler's name in words.
     """
 
     job_id: str

@@ -79,7 +79,7 @@ def leave_before_s(environ: Environ, default_s: float) -> float:
 def choose_section(slurm_config: SlurmConfig, pbs_config: PbsConfig, environ: Environ) -> JobConfig:
     """Return the section for this process's job.
 
-    It is ``pbs`` if that is given and this is a PBS job or ``slurm`` is not given; else ``slurm``.
+    ``pbs`` if it is given, and this is a PBS job or ``slurm`` is not given; else ``slurm``.
     """
     job = find_job(environ)
     is_of_pbs = job is not None and job.scheduler is pbs.PBS

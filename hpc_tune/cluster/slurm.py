@@ -332,7 +332,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
 
     Raises:
-        ConfigError: naming every setting that cannot be written into a script.
+        ConfigError: if settings cannot be written into a script or contradict each other.
     """
     options = _sbatch_options(settings)
     check_settings(settings, [(name, value) for name, _, value in options], "#SBATCH")

@@ -81,8 +81,10 @@ def render_script(
 ) -> str:
     """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
 
+    ``variables`` are set for a PBS job; a Slurm job inherits those of the shell.
+
     Raises:
-        ConfigError: naming every setting that cannot be written into a script.
+        ConfigError: if settings cannot be written into a script or contradict each other.
     """
     match settings:
         case PbsConfig():

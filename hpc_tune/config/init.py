@@ -50,7 +50,8 @@ class TargetMachine:
 class PlannedSizes:
     """The plan of a run: parallel.recompute, and the host memory of a node in GiB.
 
-    A GPU needs ``device_bytes`` of the ``limit_bytes`` that it is assumed to have.
+    A GPU needs ``device_bytes`` of the ``limit_bytes`` that it is assumed to have; ``fits``:
+    whether that is enough.
     """
 
     recompute: str

@@ -95,10 +95,11 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
     """Return the folder in the hub's cache that a path stands for, and log it; else the path.
 
     Such a path is OWNER/NAME or OWNER/NAME@REVISION, if no file has that name, or a model's folder
-    in the cache, of which refs/main is used. ``name`` is the name of the setting.
+    in the cache; without REVISION refs/main, or else the only one, is used. ``name`` is the name of
+    the setting.
 
     Raises:
-        ConfigError: if the repository is in the cache, but the revision is not.
+        ConfigError: if OWNER/NAME is in the cache, but not REVISION, or it is not clear which.
     """
     folder = Path(path)
     try:
@@ -327,7 +328,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     """Turn pydantic's errors into one line per field: field, value and what is expected.
 
     pydantic reports an error for each branch of a union and appends the branch to the location;
-    users only know the field.
+    users only know the field. ``source``: the files that the settings are from, in words.
     """
     known, unknown = [*setting_names(), *_SOURCE_FIELDS], []
     expected: dict[str, list[str]] = {}
@@ -421,7 +422,8 @@ def _read_yaml(path: str) -> DictConfig:
 def _restore_text(content: Any, texts: Any) -> Any:
     """Return the values that YAML parsed, but keep text fields as they were written.
 
-    YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date, 0123 as 83 and on as true.
+    ``texts`` is the same content with every value as text. YAML 1.1 reads 12:00:00 as 43200,
+    2026-11-25 as a date, 0123 as 83 and on as true.
     """
     for part, fields in content.items() if isinstance(content, dict) else ():
         for name in fields if isinstance(fields, dict) else ():

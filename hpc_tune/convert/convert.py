@@ -151,8 +151,8 @@ class OutcomeLine:
 class ConvertedConfig:
     """The outcome of a conversion: ``config`` is ours, the rest are lines for people.
 
-    Each of their keys is in exactly one of ``taken``, ``decided`` and ``not_taken``; ``to_do`` is
-    what the user must do before the first run.
+    Each of their keys is in exactly one of ``taken``, ``decided`` and ``not_taken``; ``further``:
+    what to do about our settings that none of their keys gives.
     """
 
     tool: str
@@ -172,7 +172,8 @@ class ConvertedConfig:
 def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
     """Convert ``file``, made for ``ranks`` ranks (None: 1 is assumed, with a note).
 
-    Write our YAML to ``out``, a new file; return the outcome of each key as lines, and our YAML.
+    Write our YAML to ``out``, a new file (None: nowhere); return the outcome of each key as lines,
+    and our YAML.
 
     Raises:
         ConfigError: if it cannot be converted or written.
@@ -294,7 +295,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Replace ``${other.key}`` by its value; ``${oc.env:NAME}``, which we support too, is kept.
 
     Raises:
-        ConfigError: if there is no such key, or keys refer to each other.
+        ConfigError: if there is no such key, or keys refer to each other in a circle.
     """
 
     def value_of(key: str, chain: tuple[str, ...]) -> Any:
@@ -398,7 +399,7 @@ class _OutcomeSheet:
                     )
 
     def converted(self, tool: str) -> ConvertedConfig:
-        """Return everything. Decided keys with a shared remark are listed without their values.
+        """Return the conversion from ``tool``. Decided keys that share a remark lack their values.
 
         Raises:
             ConfigError: if a run would refuse our settings.

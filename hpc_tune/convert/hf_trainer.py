@@ -215,9 +215,9 @@ def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
-    """Return the schedule of a run of ``steps`` that reaches 0 there one step after the last.
+    """Return our schedule ``ours`` for one of theirs that reaches 0 one step after the last.
 
-    Here ``optim.min_lr_ratio`` determines the rate of the last step.
+    ``optim.min_lr_ratio`` gives the last step their rate; it is 0 if ``steps`` is not known.
     """
     if steps is None or steps <= warmup_steps + 1:
         return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
@@ -250,7 +250,7 @@ def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
 def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
     """Return AdamW with moments in 8 bits, unless the config offloads parameters.
 
-    ``remark``: what is different here.
+    ``remark``: what is different here; ``is_paged``: whether theirs is.
     """
     if any(theirs.is_on(key) for key in _OFFLOADS):
         return Unsupported("with parallel.offload_params=cpu its state is in fp32 on the host")

@@ -376,10 +376,12 @@ def map_global_batch(
 ) -> Mapped:
     """Return the global batch: rows per rank x accumulation x data-parallel ranks.
 
+    ``rows``, ``accumulation``: their keys for the first two; without a key, nothing is accumulated.
     ``shared_by``: keys with a number of ranks that share a row; a missing key counts as 1.
 
     Raises:
-        ConfigError: if the ranks are not a multiple of the ranks that share a row.
+        ConfigError: if the ranks are not a multiple of the ranks that share a row, or a value is no
+        positive whole number.
     """
     ranks_per_row = math.prod(theirs.integer(key) for key in shared_by if theirs.get(key))
     if theirs.ranks % ranks_per_row:
@@ -495,7 +497,8 @@ def record_count_rule(ours: str, part: str) -> Rule:
 def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
     """Return the outcome for a part of a file, such as train[:95%].
 
-    ``is_whole_data``: the file is all the data, and nothing else determines what is held out.
+    ``ours``: our setting that names the file; ``file``: the file, if known. ``is_whole_data``: it
+    is all the data, and nothing else determines what is held out.
     """
     if value == "train":
         return Ignored("files are used whole; in a folder, those of the train split")

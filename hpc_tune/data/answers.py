@@ -258,7 +258,8 @@ def group_by_answer(
 ) -> list[tuple[Span, ...]]:
     """Return the blocks in each answer, for when there are not as many blocks as answers.
 
-    A block belongs to the last answer that begins before the block ends.
+    A block belongs to the last answer that begins before the block ends, else to the first one.
+    Empty blocks are left out.
     """
     shares: list[list[Span]] = [[] for _ in answers]
     for block in blocks:
@@ -382,7 +383,8 @@ class AnswerFinder:
     def _find_most_similar_end(self, text: str, start: int, answer: str, end: str) -> int | None:
         """Return the end of the ``end`` token whose preceding text is most like ``answer``'s end.
 
-        Only tokens in ``text`` after ``start`` count; among equally good ones, the last is taken.
+        Only tokens in ``text`` after ``start`` count; of equally good ones, the last. None if no
+        text before one ends as ``answer`` does.
         """
         best, most = None, 1
         for token in self.special.finditer(text, start):
@@ -426,7 +428,7 @@ class AnswerFinder:
         """Return where an answer ends, with the special tokens that end its turn; None if unsure.
 
         ``text_after`` follows its sentinel in the whole chat; ``text_as_last_turn`` is the chat up
-        to this answer.
+        to this answer, with the sentinel; None if the template refuses that.
         """
         full_text, after_alone = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
         ends = self._common_special_prefix_length(text_after, after_alone)
@@ -477,6 +479,7 @@ class AnswerFinder:
 
         If the prompt opens a reasoning block that a finished turn lacks, it is after the part that
         both share. A finished turn may have an opening that the prompt leaves out (after tools).
+        None for the first message, or if unsure.
         """
         if number == 0:
             return None
