@@ -295,7 +295,7 @@ class Renderer:
         return filled
 
     def _count_left_out(self, chat: Chat, full_text: str) -> None:
-        """Count the messages, and the tools, that the template does not write.
+        """Count the messages, but for the assistant's, and tools that the template does not write.
 
         A text that is not found verbatim may have been written in another form: the chat is
         rendered again with a sentinel in its place, which is searched for.
@@ -332,7 +332,7 @@ class Renderer:
                 self._counters.count_role("left_out", role)
 
     def _turn_tokens(self, special: Sequence[str]) -> set[str]:
-        """Return the special tokens that no answer may contain: those around turns, bos, eos.
+        """Return the special tokens barred from answers: those around turns, and bos, eos, pad, ...
 
         All special tokens if the template renders no trial chat, or writes none of them in it.
         """

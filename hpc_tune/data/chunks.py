@@ -113,7 +113,7 @@ def open_megatron_index(data: Path) -> MegatronIndex:
     """Read the header of the index of a .bin, and check the index's size against it.
 
     Raises:
-        DataError: if the index is cut off, or not as Megatron writes it.
+        DataError: if it is cut off, is no index, or has a form that is not read (images, floats).
     """
     file = megatron_index_path(data)
     with file.open("rb") as opened:
@@ -354,7 +354,8 @@ def read_chunk(
     """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:
-        DataError: naming file and line (or row), what was found and what is expected.
+        DataError: for a bad row, with file and line (or row), unless ``reading`` says to skip it;
+            for data that cannot be read.
     """
     findings = ReadFindings() if findings is None else findings
     is_first = True

@@ -30,7 +30,7 @@ _ANY_FOLDERS = "**"
 def glob_files(pattern: str) -> list[str]:
     """Return what a pattern matches, sorted; links to folders are followed, each folder only once.
 
-    Python's glob follows links that lead to each other again and again, without end.
+    Python's glob follows links that lead to each other again and again, practically without end.
 
     Raises:
         DataError: if a folder cannot be read: its files would otherwise be left out silently.

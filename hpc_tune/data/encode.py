@@ -96,7 +96,7 @@ class Encoder:
         """Return an example's text with its learned spans, or the reason to drop the example.
 
         Raises:
-            DataError: for messages if the tokenizer has no chat template.
+            DataError: for messages if the tokenizer has no chat template that can be parsed.
         """
         return self._renderer.render(example)
 
@@ -104,7 +104,8 @@ class Encoder:
         """Return the tokens of the prompt for the next answer in a chat, as training has them.
 
         Raises:
-            DataError: if there is no chat template, or it refuses the messages.
+            DataError: if the template refuses or misrenders the messages; without a template, if
+                there is more than one prompt, with or without a system prompt.
         """
         rendered = self._renderer.prompt(chat)
         (tokens, _) = self.tokenize([rendered])[0]
@@ -405,7 +406,7 @@ class PreferenceEncoder:
         prompt, at the end with one of the first row.
 
         Raises:
-            DataError: for messages if the tokenizer has no chat template.
+            DataError: for messages if the tokenizer has no chat template that can be parsed.
         """
         held: list[_RenderedSides] = []
         num_chars = 0
@@ -568,8 +569,8 @@ def _why_unfit(sides: list[TokensAndMask]) -> str | None:
 
 
 def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Yield each row with the next row that has another prompt, the last ones with the first row;
-    with None if there is no other prompt.
+    """Yield each row with the next row that has another prompt, the last ones with the first row,
+    or with None if its prompt is theirs.
 
     Rows with the same prompt are often adjacent: pairs that were split into labelled answers.
     """

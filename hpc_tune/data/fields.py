@@ -162,10 +162,11 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
 def read_tool_calls(
     message: dict[str, Any], tools: list[Any] | None, where: str
 ) -> list[dict[str, Any]]:
-    """Return the tool calls of a message.
+    """Return the tool calls of a message, without null arguments that ``tools`` do not define.
 
     Raises:
-        WrongRecord: if one has no name, or tool_calls and function_call differ.
+        WrongRecord: if they are not JSON or not a list, one has no name, or tool_calls and
+            function_call differ.
     """
     given = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
     if not is_unset(given) and not isinstance(given, list):

@@ -111,8 +111,8 @@ def find_files(paths: Paths) -> FoundFiles:
     """Return the files of a source, which is a file, a folder, a glob or a list of these.
 
     Raises:
-        DataError: if there are no files, or some are of no known kind, of several kinds in a
-            folder, or named twice.
+        DataError: if there are none, a named file is of no known kind, one is named twice or only
+            a pointer (git-lfs), or a folder mixes kinds, lacks parts or holds several datasets.
     """
     if not as_list(paths):
         raise DataError("data.path is an empty list; name at least one file or folder")
@@ -175,9 +175,9 @@ def _find_source_files(name: str) -> FoundFiles:
 
 
 def _find_megatron_data(path: Path) -> Path | None:
-    """Return the .bin that a path stands for: itself, that of an .idx, or of a name without either.
+    """Return the .bin that a path means: itself, that of an .idx, or PATH.bin if PATH is missing.
 
-    None if there is no index: other programs have files that end in .bin, too.
+    None if that has no index: other programs have files that end in .bin, too.
     """
     if path.suffix in (_MEGATRON, _MEGATRON_INDEX_SUFFIX):
         data = path.with_suffix(_MEGATRON)
@@ -350,7 +350,7 @@ def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
     """Return ``files`` if they belong together; the hub puts each configuration into a folder.
 
     Raises:
-        DataError: if there are several to choose from.
+        DataError: if there are several configurations, or splits, to choose from.
     """
     hub = {(file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))}
     if len(hub) > 1:

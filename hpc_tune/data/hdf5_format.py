@@ -369,7 +369,7 @@ class TokenStore:
             )
 
     def require_tokenizer(self, tokenizer: FastTokenizer, fingerprint: str) -> None:
-        """Check that ``tokenizer``, chat template included, is the one that the file was made with.
+        """Check by its ``fingerprint`` that ``tokenizer``, chat template included, made the file.
 
         Raises:
             DataError: if it is another one: the token IDs would mean other words.

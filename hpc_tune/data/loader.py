@@ -240,7 +240,7 @@ class Loader:
         An empty list means on every rank that the stream has ended.
 
         Raises:
-            DataError: if the prefetching thread cannot read the data.
+            DataError: if the data cannot be read, by this thread or the prefetching one.
         """
         if self._rows >= self.total_rows:
             return []

@@ -295,7 +295,7 @@ class MixturePhase:
         """The number of rows in an epoch.
 
         With weights, an epoch has as many learned tokens as all sources together; if the weights
-        are in proportion to these, it is one pass over each. With epochs, it is what they say.
+        are in proportion to these, it is one pass over each. With epochs, each has so many passes.
         """
         parts = self.parts.values()
         rates = [part.rate for part in parts]

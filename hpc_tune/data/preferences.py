@@ -57,7 +57,7 @@ def split_chats(
     ``names``: the fields of the two chats.
 
     Raises:
-        WrongRecord: if what follows is not an answer, or the chats share no message before it.
+        WrongRecord: if the chats are the same, begin differently, or go on with no answer.
     """
     both = " and ".join(names)
     if chosen == rejected:
@@ -85,7 +85,7 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     """Return the prompt that two texts begin with, and what follows in each.
 
     Raises:
-        WrongRecord: if one of the three would be empty.
+        WrongRecord: if one of the three would be empty, or what follows in a dialogue is Human's.
     """
     one, other = _split_turns(chosen, names[0]), _split_turns(rejected, names[1])
     if one and other:
@@ -262,7 +262,7 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
 
 
 def find_first_learned(chat: Chat) -> int:
-    """Return the message with which an answer of a pair or with a label begins: the first learned.
+    """Return the number of the first learned message, with which a preference's answer begins.
 
     If none is learned, return the number of messages.
     """
@@ -340,9 +340,9 @@ def _refuse_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) ->
 def _split_ms_swift_row(
     record: dict[str, Any], whole: str, worse: str
 ) -> tuple[Messages, Answer, Answer]:
-    """Return the parts of a row whose chosen answer is in its messages.
+    """Return prompt, chosen and rejected answer of a row whose messages end with the chosen one.
 
-    The chosen answer is all that follows the user's last turn; the rejected one replaces all of it.
+    It is all after the user's last turn, or what differs if the rejected one is a whole chat.
     """
     messages, rejected = _read_turns(record[whole], whole), _read_answer(record, worse)
     if messages[-1]["role"] != "assistant":

@@ -131,11 +131,11 @@ def cache_file_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> 
 def plan_preparation(
     paths: Paths, out: str | Path, tokenizer: FastTokenizer, settings: PrepareSettings
 ) -> PreparePlan:
-    """List what has to be done; reads the ends of the files and writes nothing.
+    """List what has to be done; reads only the files' ends and their indexes, and writes nothing.
 
     Raises:
         DataError: if the source is missing, empty or of no known kind, or the tokenizer is not a
-        fast one.
+            fast one.
     """
     out, made_by = Path(out), fingerprint(tokenizer)
     attributes = Attributes(
@@ -319,7 +319,7 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
 
 @contextlib.contextmanager
 def _limit_tokenizer_threads(threads: int | None) -> Iterator[None]:
-    """Limit the tokenizer to this rank's share of the cores, for which ranks would compete.
+    """Limit the tokenizer to ``threads``, this rank's share of the cores; None changes nothing.
 
     The size of its thread pool is read once per process, TOKENIZERS_PARALLELISM at each call.
     """

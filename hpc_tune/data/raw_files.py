@@ -127,7 +127,7 @@ def _skip_rest_of_line(file: BinaryIO, begun: bytes) -> int:
 def _seek_line_start(file: BinaryIO, position: int, search_end: float = math.inf) -> int:
     """Seek the first line that starts at ``position`` or later; return where it starts.
 
-    If none starts before ``search_end``, any place from there on may be returned.
+    If none starts before ``search_end``, return any place from there on, or the file's end.
     """
     file.seek(max(position - 1, 0))
     while position and file.tell() < search_end:
@@ -138,10 +138,10 @@ def _seek_line_start(file: BinaryIO, position: int, search_end: float = math.inf
 
 
 def _seek_text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
-    """Return ``_seek_line_start`` for a file of text.
+    """Do as ``_seek_line_start``, without looking further than MAX_LINE_BYTES.
 
     Raises:
-        DataError: if the line before it is too long.
+        DataError: if the line that ``position`` is in goes on for that long.
     """
     start = _seek_line_start(opened, position, position + MAX_LINE_BYTES)
     if start >= position + MAX_LINE_BYTES:
@@ -249,10 +249,11 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, Text]]:
-    """Yield the text between the lines at ``start`` and ``stop``; a compressed file in pieces.
+    """Yield (position, text) of the lines that start within a range; of a compressed file, all
+    lines in pieces of about ``piece_bytes``.
 
     Raises:
-        DataError: if it is not UTF-8.
+        DataError: if they are not UTF-8, cannot be unpacked, or one is too long.
     """
     if not is_compressed(file):
         with file.open("rb") as opened:
@@ -399,7 +400,8 @@ def read_arrow(
 def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> NumberedRows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
-    Text stays text, even if it looks like a number; an empty cell is empty text.
+    Cells are text, even if they look like numbers or are empty; only columns for weights, labels
+    and other marks hold numbers, or true and false.
 
     Raises:
         DataError: for a file that is not CSV, or columns that cannot be used.

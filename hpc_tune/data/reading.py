@@ -236,8 +236,12 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
 def _is_in_part(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
     """Return whether an example is in the part that is read.
 
-    A hash of its content decides, not its position or the form in which it is stored. Duplicates
-    are in the same part.
+    A hash of its content decides, not its position or the kind of its file. Duplicates are in the
+    same part.
+
+    Raises:
+        WrongRecord: if the content cannot be hashed: nested too deeply, or not valid Unicode.
+        DataError: if a part is asked for, and the example is a piece of a longer text.
     """
     if isinstance(example, Text) and not (example.begins and example.ends):
         if reading.part != "all":

@@ -352,10 +352,10 @@ def _convert_sharegpt_turn(turn: Any, number: int, field: str) -> dict[str, Any]
 
 
 def _merge_tool_calls(turns: list[Any], field: str) -> list[Any]:
-    """Return turns with those that are tool calls as the assistant's.
+    """Return turns, those that are tool calls as the assistant's, and tools' answers as tool's.
 
     Consecutive calls, or calls after the assistant's text, become one turn, as in ms-swift and NeMo
-    AutoModel: nobody answers between them. Calls with other marks stay apart.
+    AutoModel: nobody answers between them. Turns whose further keys (marks) differ stay apart.
     """
     found: list[Any] = []
     for number, turn in enumerate(turns, 1):

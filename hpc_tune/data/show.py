@@ -84,7 +84,10 @@ def show_documents(
     num_rows: int,
     style: TextStyle,
 ) -> Iterator[str]:
-    """Yield lines about the first ``num_rows`` rows of raw data, and the counts of the others.
+    """Yield lines about raw data: the first ``num_rows`` documents, then counts.
+
+    A row without documents counts as one. The counts are of all rows, or of the first ones, up to
+    MAX_COUNTED_ROWS or MAX_COUNTED_TOKENS.
 
     Raises:
         DataError: for raw data that cannot be used, with file and line.
@@ -143,7 +146,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
     """Return lines about a file of prepared data, and whether each byte is as it was written.
 
     Raises:
-        DataError: if it is not such a file.
+        DataError: if it is not such a file, or is damaged outside its documents.
     """
     store = TokenStore.open(path)
     attributes = store.attributes

@@ -75,10 +75,10 @@ def num_ids(tokenizer: FastTokenizer) -> int:
 
 
 def fingerprint(tokenizer: FastTokenizer) -> str:
-    """Return a sha256 over everything that decides which tokens and masks a text becomes.
+    """Return a sha256 over all of a tokenizer that decides which tokens and masks a text becomes.
 
     That is the backend (vocabulary, merges, normalizer, pre-tokenizer, added tokens), the special
-    tokens, the chat template in use, and whether special tokens in plain text are text. Truncation
+    tokens, the chat templates, and whether special tokens in plain text are text. Truncation
     and padding are left out: calls change them, and preparing turns both off.
     """
     backend = json.loads(require_fast(tokenizer).backend_tokenizer.to_str())

@@ -117,7 +117,7 @@ def _hash_column(values: Column) -> Any:
 def _are_lengths_consistent(store: TokenStore) -> bool:
     """Return whether by_length and the lengths agree with the offsets.
 
-    (length, number) must rise from document to document, so that no document occurs twice.
+    In by_length, (length, number) must rise from document to document, so that none occurs twice.
     """
     values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
     all_lengths = np.empty(store.num_documents, dtype=np.uint32)
@@ -189,9 +189,9 @@ def write_store(
     attributes: Attributes,
     num_tokens: int | None = None,
 ) -> None:
-    """Write documents to ``path``; ``histogram`` holds the number of documents of each size.
+    """Write documents to ``path``; ``histogram``: how many there are of each packed length.
 
-    ``num_tokens``: of all documents, if their sizes do not add up to it.
+    ``num_tokens``: of all documents, if these lengths do not add up to it (labelled answers).
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left, and what was at ``path`` before is untouched.

@@ -91,7 +91,7 @@ def checkpoint_blocks(
     """Replace the ``forward`` of decoder blocks with one that recomputes as ``recompute`` says.
 
     Blocks of one class share one function, so ``compile_blocks`` compiles it once.
-    ``saving_context`` returns the context in which recompute=full saves a block's arguments.
+    ``saving_context`` returns the context in which a block's arguments are saved, unless compiled.
     """
     if recompute == "none":
         return
@@ -231,10 +231,10 @@ def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # or a KN per group
-    """Whether a matmul takes many flops (K) for each of its output values (N per row).
+    """Whether a matmul makes rows of K values at most ``MAX_KEPT_EXPANSION`` times as long (N).
 
-    An adapter's second matmul takes only the adapter's rank, for as many values as the base
-    layer's: if those were kept too, selective would keep more than none.
+    An adapter's second matmul has only the adapter's rank as K, and as many output values as the
+    base layer: if those were kept too, selective would keep more than none.
     """
     return MAX_KEPT_EXPANSION * other_KN.shape[-2] >= other_KN.shape[-1]
 
@@ -260,8 +260,8 @@ class OffloadedInputs:
     """The inputs of one engine's blocks. ``is_on``: they are offloaded, else they stay in place.
 
     ``buffer_bytes``: of all existing buffers, which the fullest step so far needed, in whole
-    blocks. ``counts_only``: for a trace, which has no host memory: inputs are dropped, and come
-    back without values.
+    blocks of memory. ``counts_only``: for a trace, which has no host memory: inputs are dropped,
+    and come back without values.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -279,7 +279,7 @@ class OffloadedInputs:
         self._last: weakref.ref[_Offloaded] | None = None
 
     def levers(self) -> dict[Action, ActionHandle]:
-        """Return the lever that starts to offload inputs, if they can be moved and rows are long.
+        """Return the lever that starts to offload inputs; none if they are, cannot be or are short.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """
@@ -382,7 +382,7 @@ class OffloadedInputs:
 class _Offloaded:
     """An input that was moved to ``blocks``, and the one that was moved before it.
 
-    ``returning``: its tensor on the device, and the event of the end of the copy to it.
+    ``returning``: its tensor on the device, once copied back, and the event of the copy's end.
     """
 
     def __init__(

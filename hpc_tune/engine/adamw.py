@@ -29,9 +29,9 @@ def with_scaled_lr(optim: OptimConfig, global_size: int) -> OptimConfig:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total_steps``.
 
-    Linear warmup from lr / warmup steps, then constant, linear, one half cosine or several
-    (arXiv:1608.03983), or stable then linear (arXiv:2404.06395), down to min_lr_ratio x lr at the
-    last step.
+    Linear warmup from lr / warmup steps, then constant, or down to min_lr_ratio x lr at the last
+    step: linear, one half cosine or several (arXiv:1608.03983), or stable then linear
+    (arXiv:2404.06395).
     """
     lr, warmup = optim.peak_lr, optim.num_warmup_steps(total_steps)
     if step < warmup:

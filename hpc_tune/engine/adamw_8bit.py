@@ -57,7 +57,7 @@ def require_single_slices(stage: BuiltModel) -> None:
 
     Raises:
         ConfigError: for fused experts, of which a rank of parallel.tensor has two slices, and for
-        adapters on experts spread by parallel.expert, which have a slice per adapter rank.
+            adapters on experts spread by parallel.expert, which have a slice per adapter rank.
     """
     for name, parameter in stage.module.named_parameters():
         cut = stage.slices.get(name)
@@ -153,8 +153,8 @@ class QuantizedMoment:
     def quantize_exactly(self, values: torch.Tensor) -> None:
         """Quantize what ``values()`` returned, so that it returns the same values again.
 
-        A largest value that is positive has code 255, which means 1, so it is the scale. A negative
-        one has code 0, which means -0.993: the scale is one of three numbers around their quotient.
+        If a block's value of largest magnitude is positive, its code 255 means 1, so it is the
+        scale. If negative, its code 0 means -0.993: the scale is their quotient or a neighbor.
         """
         self.quantize(values)
         wrong = (self.values() != values).any(-1)
@@ -279,7 +279,7 @@ def fill_moment(
     """Read the part of a moment that ``where`` describes.
 
     Raises:
-        CheckpointError: if the tensor on disk has another shape or cannot be read.
+        CheckpointError: if the tensor on disk is too small for that part or cannot be read.
     """
     for box, blocks in _cut_rows(moment, where.box):
         values = torch.empty(box.shape, device=moment.codes.device)

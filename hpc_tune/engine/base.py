@@ -79,7 +79,7 @@ class StepResult:
 class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
-    ``saves_in_background``: whether ``regions`` may be read while the next step runs.
+    ``saves_in_background``: whether ``regions`` may be read while the next ``accumulate`` runs.
     ``can_repeat_steps``: whether a step can be run again after a pass runs out of memory, because
     no other rank waits for this one during a pass: ``accumulate`` returns the error then.
     ``levers``: what the memory governor may change in this engine between two steps.

@@ -20,7 +20,7 @@ from hpc_tune.step.layout import Layout
 
 
 def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share this one's rows, if there are several. Collective.
+    """Return the group of the ranks that share this one's rows, None if it is alone. Collective.
 
     On a GPU the group is connected here: otherwise the first pass would connect it between its
     other messages. An engine with a ``Mesh`` takes the group from there.
@@ -71,8 +71,8 @@ def share_attention(module: LossModel, share: SharedRows | None) -> None:
     """Make the attention of ``module`` exchange the tokens of its rows.
 
     Raises:
-        ConfigError: if its attention cannot be replaced; in a run, the architecture check has
-            reported that before.
+        ConfigError: if its attention cannot be replaced, or needs a mask; in a run, the
+            architecture check has reported that before.
     """
     if share is None:
         return

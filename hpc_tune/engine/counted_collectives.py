@@ -85,9 +85,9 @@ class CountedCollectives:
         send: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Send ``send[r]`` rows of ``x`` to rank r of the group; fill ``out`` with what arrives.
+        """Send ``send[r]`` rows of ``x`` to rank r of the group, fill ``out`` with ``receive[r]``.
 
-        None: the same number of rows to each rank.
+        None: the same number of rows to and from each rank.
         """
         own = group.rank()
         kept = x.shape[0] // group.size() if send is None else send[own]

@@ -35,10 +35,10 @@ from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
 
 def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
-    """Keep in each stack the experts of number ``rank`` of ``ranks``, and in adapters their part.
+    """Keep only the experts of rank ``rank`` of ``ranks`` in each stack, and in its adapters.
 
     Raises:
-        ConfigError: if the experts cannot be spread, or tokens cannot be sent to them.
+        ConfigError: if there are no experts, they cannot be spread, or tokens cannot be sent there.
     """
     slices: dict[nn.Parameter, Slice] = {}
     for path, layer in find_expert_stack_modules(built.module):
@@ -123,10 +123,10 @@ class _TokenExchange:
 
     @outside_recompute
     def exchange_counts(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Return how many rows come from each rank for each expert (G x E / G), and sums per rank.
+        """Return how many rows come from each rank for each own expert [G, E / G], and sums.
 
-        The host reads the sums, of rows sent and rows received, and allocates by them. A layer that
-        is recomputed reuses those of its first pass: no message, and the host does not wait.
+        The host reads the sums: rows sent to each rank, and rows received from it. A layer that is
+        recomputed reuses those of its first pass: no message, and the host does not wait.
         """
         sent = torch.zeros(
             self.group.size() * self.experts_per_rank, dtype=torch.int64, device=ids_S.device

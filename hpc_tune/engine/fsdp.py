@@ -44,7 +44,7 @@ def shard(
     device: torch.device,
     collectives: CountedCollectives,
 ) -> None:
-    """Shard spread experts, ``blocks_per_unit`` blocks at a time, untied ends, and the rest.
+    """Shard spread experts, blocks by ``blocks_per_unit``, untied embedding and head, and the rest.
 
     The plan decides what stays whole on every rank. Frozen weights are sharded within each replica
     and never reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
@@ -133,7 +133,7 @@ def _free_gather_buffer(unit: Any, _args: Any) -> None:
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
     """Return the dimension along which a stack is sharded: the first that ``ranks`` divides, or 0.
 
-    An expert in 4 bits stays whole: its bytes are quantized together.
+    For experts in 4 bits always 0, so that each stays whole: its bytes are quantized together.
     """
     divided = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
     is_packed = not parameter.is_floating_point()

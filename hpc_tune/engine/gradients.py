@@ -26,10 +26,10 @@ _VALUES_AT_ONCE = 1 << 22
 class TrainedWeight:
     """One trained parameter of this rank.
 
-    ``partial``: its gradient is a partial sum over the tensor axis. ``num_copies``: how many ranks
-    hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
-    stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it belongs
-    to experts that are spread over ranks of the shard axis.
+    ``partial``: its gradient is still to be summed over the tensor axis. ``num_copies``: how many
+    ranks hold the same values. ``tied``: it is the last stage's copy of the embedding, which the
+    first stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it
+    belongs to experts that are spread over ranks of the shard axis.
     """
 
     name: str
@@ -185,8 +185,8 @@ def sum_squares(
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
-    If ``is_spread``, weights are spread over ranks, and each is divided by its number of copies, so
-    that the sum over all ranks counts it once.
+    If ``is_spread``, weights are spread over ranks, and each one's sum is divided by its number of
+    copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
     counted = [(b.grads, b.num_copies if is_spread else 1) for b in buckets if not b.tied]
     counted += [
@@ -222,7 +222,7 @@ def _sum_squares_fused(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_squares_fp64(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU.
+    """Sum squares in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU.
 
     In pieces, because torch makes an fp64 copy of its input.
     """

@@ -108,9 +108,9 @@ class Mesh:
         return self._group_along(*names) if len(self._ranks_along(*names)) > 1 else None
 
     def first_last_stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of a pipeline's first and last rank, None between them. Collective.
+        """Return the group of a pipeline's first and last rank; on others None. Collective.
 
-        Both hold the same weight, as the embedding and as the head.
+        If tied, both hold the same weight, as the embedding and as the head.
         """
         if self.layout.pipeline <= 2:
             return self.group("pipeline")
