@@ -94,10 +94,11 @@ def hub_cache_root(environment: Mapping[str, str]) -> Path:
 
 
 def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
-    """Return the snapshot of OWNER/NAME or OWNER/NAME@REVISION; None if it is not in the cache.
+    """Return the snapshot of OWNER/NAME or OWNER/NAME@REVISION; None if NAME is not in the cache.
 
     Raises:
-        ValueError: if the revision is not there, or none is named and there are several.
+        ValueError: if the revision is not there, or several begin with it; without a revision, if
+            refs/main names no snapshot and there is not exactly one.
     """
     match = _HUB_NAME.fullmatch(name)
     if match is None:

@@ -70,9 +70,10 @@ class Mesh:
             self._shards_of_experts = self._make_meshes("expert_shard", device)
 
     def weight_mesh(self, with_replicas: bool, for_experts: bool = False) -> DeviceMesh:
-        """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
+        """Return the mesh over which weights are sharded, 1-D.
 
-        ``for_experts``: the mesh for experts that are spread over ranks.
+        ``with_replicas``: 2-D, with the replicas too, if there are several. ``for_experts``: the
+        mesh for experts that are spread over ranks.
         """
         assert self._shards is not None, "no weights are sharded"
         alone, replicated = self._shards_of_experts if for_experts else self._shards

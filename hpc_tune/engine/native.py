@@ -277,10 +277,11 @@ class NativeEngine:
                 yield from moment.tensors if isinstance(moment, QuantizedMoment) else (moment,)
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Load what any layout saved.
+        """Load a checkpoint; see ``base.Engine``.
 
         Raises:
-            CheckpointError: if a tensor is missing or has another shape.
+            CheckpointError: if a tensor is missing or cannot be read, or lacks values that this
+                rank needs.
         """
         for trained in self._trained:
             for name, _, region in self._saved_regions(trained):

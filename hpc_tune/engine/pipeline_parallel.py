@@ -43,10 +43,13 @@ LOOKAHEAD = {"cpu": 2, "cuda": 0}
 
 @without_dispatch_modes  # a plan's fake tensors cannot be deep-copied
 def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
-    """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
+    """Return the stages of pipeline rank ``rank``, in order.
+
+    Parameters keep their names, but an embedding that is tied to the head has the head's name on
+    the last stage.
 
     Raises:
-        ConfigError: if a stage has nothing to train.
+        ConfigError: if a stage, of any rank, has nothing to train.
     """
     blocks = plan.stages
     _require_trained_stages(built, blocks)
@@ -113,9 +116,9 @@ Edges = dict[tuple[int, Direction], dist.ProcessGroup]
 def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges:
     """Make a group for each direction of each of this rank's edges, and connect it. Collective.
 
-    An edge's key is the rank that sends forward on it; interleaved stages form a ring. In a round
-    each rank has at most one neighbor, so ranks cannot wait in a circle; a rank without one only
-    mirrors the creation. All pipelines of a layout have the same rounds.
+    A group's key is the rank that sends forward on the edge, and the group's direction; interleaved
+    stages form a ring. In a round each rank has at most one neighbor, so ranks cannot wait in a
+    circle; a rank without one only mirrors the creation. All pipelines have the same rounds.
 
     One message connects a pair: at the first one, NCCL holds either rank until the other has
     called, and receives that are posted ahead of their sends would wait for that forever. It is
@@ -174,9 +177,9 @@ class Pipeline:
     ) -> None:
         """Run all micro-batches forward and backward.
 
-        ``forward(chunk, batch, hidden_BTD)`` returns a stage's output or, on the last stage, its
-        loss; ``backward(chunk, is_last, output, gradient)`` propagates from there; ``is_last`` is
-        true for the chunk's last micro-batch.
+        ``forward(chunk, batch, hidden_BTD)`` returns a stage's output or, on the last stage, the
+        objective's sums; ``backward(chunk, is_last, output, gradient)`` propagates from there.
+        ``is_last``: true for the chunk's last micro-batch; ``gradient``: None on the last stage.
         """
         passes = schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
         inputs = self._make_input_receiver(passes, batches)

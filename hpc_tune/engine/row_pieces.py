@@ -101,7 +101,8 @@ def has_mlps(model: nn.Module) -> bool:
 def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a block that consist of linear layers and work on each token separately.
 
-    They are recognized by class name, by their parts, and by taking only one tensor.
+    They are recognized by their class name, by their parts (linear layers and norms, no dropout),
+    and by a ``forward`` with a single required argument. Routed experts are left out.
     """
     for path, module in block.named_modules():
         if (
@@ -116,9 +117,9 @@ def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _move_output_sum_to_mlp(mlp: nn.Module) -> None:
-    """Make a sliced MLP sum its output over ranks once per row, instead of its last layer's.
+    """Make a sliced MLP sum its whole output over ranks once, not its last layer's for each piece.
 
-    What follows its last layer may be done before the sum as well.
+    What the MLP does after its last layer, such as scaling, is then done before the sum.
     """
     for layer in list(mlp.modules()):
         if (of_layer := layer.__dict__.pop("output_sum", None)) is not None:

@@ -289,7 +289,7 @@ def _vocabulary_losses(
     labels_N: torch.Tensor,
     config: Any,
 ) -> torch.Tensor:
-    """Return N cross-entropies if each rank has the logits of a part of the vocabulary.
+    """Return N cross-entropies; each rank computes the logits of a part of the vocabulary.
 
     Three numbers per token are all-reduced: maximum, sum of exponentials, label's logit.
     """

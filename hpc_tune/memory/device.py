@@ -67,9 +67,9 @@ class GpuMemory:
         )
 
     def utilization(self) -> float | None:
-        """See ``DeviceMemory``; None for good once the driver's management library refuses.
+        """See ``DeviceMemory``; None for good once the driver's management library fails.
 
-        It does for MIG instances, for vGPUs, and at some sites.
+        It does for MIG instances, for vGPUs, at some sites, and without its Python package.
         """
         if not self._tells_utilization:
             return None

@@ -72,8 +72,8 @@ CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
 
 @dataclass(frozen=True)
 class _CgroupVersion:
-    """A cgroup version: fields of memory.stat that count against the limit, fields that are only
-    charged, and the files with the charge and the limit.
+    """A cgroup version: fields of memory.stat that count against the limit, fields that are charged
+    but do not count, and the files with the charge and the limit.
     """
 
     counted: tuple[str, ...]
@@ -155,10 +155,10 @@ class HostUsage:
         pids: Sequence[int] = (),
         devices: Path = SYS,
     ) -> None:
-        """Open the files of ``limit``, or of the machine if it has no cgroup.
+        """Open the files of the cgroup of ``limit``, or the machine's if the limit has no cgroup.
 
-        ``pids`` are the job's ranks on this node, this process if empty; ranks in other cgroups do
-        not count.
+        ``pids`` are the process ids of the job's ranks on this node; if empty, this process. Ranks
+        outside the cgroup do not count.
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source != MACHINE_SOURCE

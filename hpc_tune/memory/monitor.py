@@ -52,13 +52,13 @@ MonitorMode = Literal["on", "observe", "off"]
 
 @dataclass(frozen=True)
 class MemorySample:
-    """The peaks of an interval.
+    """The peaks of an interval, and some figures at its end.
 
-    Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any.
-    ``ranks_bytes`` is the current usage of this job's ranks on the node, ``own_bytes`` that of this
-    rank; the rest belongs to the launcher, tmpfs and other tenants. ``swap_bytes`` and
-    ``shm_bytes`` are the node's. ``stalled`` is the share of the last ten seconds in which a task
-    waited for memory, if the kernel has it.
+    Peaks: ``host_bytes``, what counts against the limit on host memory, and ``device``, of this
+    rank's GPU if any. At the end: ``ranks_bytes`` is the usage of this job's ranks on the node,
+    ``own_bytes`` that of this rank; the rest is the launcher's, tmpfs and other tenants'.
+    ``swap_bytes`` are of all processes under the limit, ``shm_bytes`` of the node. ``stalled`` is
+    the share of the last ten seconds in which a task waited for memory, 0 to 1, None if unknown.
     """
 
     host_bytes: int
@@ -73,8 +73,8 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Why a run cannot continue: the bytes of a memory that it needs and has, the phase, the rank
-    and the host; ``words`` is the message.
+    """Why a run cannot continue: the bytes in use of a memory (``need``), its limit (``had``), what
+    the run was doing (``phase``), the rank and the host; ``words`` is the message.
     """
 
     need: int
@@ -110,10 +110,10 @@ class MemoryMonitor:
         heartbeat: HeartbeatWriter | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
+        """Find the limit on host memory, which ``host_limit`` (bytes) can only lower.
 
-        ``device`` is None if the rank computes in host memory. ``pids`` are the ranks that share
-        this node's memory. ``heartbeat`` is written every few seconds.
+        ``device`` is None if the rank computes in host memory. ``pids`` are the process ids of the
+        job's ranks on this node. ``heartbeat`` is written every few seconds.
         """
         self.limit: HostLimit = find_host_limit(host_limit)
         self._phase, self._activity = Phase.START, "starting"
@@ -142,7 +142,7 @@ class MemoryMonitor:
             self._thread.start()
 
     def limit_private_memory(self) -> None:
-        """From now on make allocations fail that would exceed the limit.
+        """From now on make allocations fail that would exceed the limit, if the mode is "on".
 
         Not for use while loading: files are mapped over memory that is allocated but never touched.
         """
@@ -265,7 +265,7 @@ class MemoryMonitor:
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the device was busy, 0 to 1.
 
-        None without a device, or if it does not say.
+        None without a device, if it does not say, or when switched off.
         """
         if self.mode == "off" or self.device is None:
             return None

@@ -149,7 +149,9 @@ _RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken``: the actions taken, in order; the first ``num_kept`` of them are never undone.
+    ``taken``: the actions in effect, in the order taken; the first ``num_kept`` of them are never
+    undone. ``settling``: the last action's effect is awaited. ``patience``: the calm steps after
+    which the last action is undone.
     """
 
     taken: tuple[Action, ...] = ()
@@ -250,8 +252,8 @@ def decide_after_device_oom(
 ) -> tuple[PolicyState, ActionDecision]:
     """Return the policy's state and the decision after a step that ran out of a device's memory.
 
-    The step is run again, so there is no time to see what another action saves. This action is
-    never undone: its memory is needed, and running out elsewhere would end the run.
+    The step is run again, so there is no time to see what another action saves. This action and all
+    before it are never undone: the memory is needed, and running out elsewhere would end the run.
     """
     action = next((a for a in _ACTIONS if a in available), None)
     if action is None:
@@ -263,9 +265,10 @@ def decide_after_device_oom(
 def next_actions_after_oom(
     taken: tuple[Action, ...], available: Collection[Action]
 ) -> tuple[Action, ...]:
-    """Return the actions for the start after a kill: all cheap actions and the next costly one.
+    """Return the actions for the start after memory ended a run.
 
-    ``available`` are the actions that can save more than ``taken``.
+    They are ``taken``, then all cheap actions and the next costly one among ``available``, the
+    actions that can save more memory.
     """
     free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available]
     costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available]

@@ -149,8 +149,8 @@ def _adapter_dtype(tune: TuneConfig) -> torch.dtype:
 def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     """Resolve ``tune.targets`` in a model that has no adapters yet.
 
-    In a mixture of experts, all-linear means attention, dense layers and shared experts, without
-    ``find_unreplaceable_linears``. Expert stacks and routers get adapters only if they are named.
+    In a mixture of experts, all-linear means all linear layers (attention, shared experts) but the
+    head, routers and ``find_unreplaceable_linears``. Stacks and routers must be named.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.

@@ -86,10 +86,11 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
 
 
 def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
-    """Return the function with which a mixture's routers weight experts, found by a ``run()``.
+    """Return the function with which a mixture's routers weight experts.
 
-    "" if routers differ, or do not return (logits, weights, choices). If the function is unknown,
-    softmax if transformers has a loss for the family, else "".
+    ``run()`` calls the model once, to look at their outputs. "" if routers differ, or do not return
+    (logits, weights, choices). If their function is neither softmax nor sigmoid, softmax if
+    transformers has a loss for the family, else "".
     """
     found: list[ScoreFunction | None] = []
 
@@ -188,7 +189,9 @@ def balance_loss(
     score: ScoreFunction,
     tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum over rows of ``balance`` (see the top); sigmoid scores are normalized to 1.
+    """Return the sum over rows of ``balance`` (see the top).
+
+    A token's sigmoid scores are scaled to a sum of 1.
 
     If ranks share rows, ``counts_BE`` and ``tokens_B`` are those of whole rows, and the results of
     these ranks add up to that sum.
@@ -220,8 +223,8 @@ class RouterWatch:
     def __init__(
         self, routers: Sequence[Router], score: ScoreFunction, tune: TuneConfig, counts: bool = True
     ) -> None:
-        """Watch ``routers``, those of the whole model. ``counts``: whether this rank counts tokens;
-        of the ranks that work on the same rows, one does.
+        """Watch ``routers``, those of the whole model. ``counts``: whether this rank adds to
+        ``sums``; of the ranks that work on the same tokens, one does.
         """
         self._routers, self._score, self._counts = routers, score, counts
         self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0
@@ -327,9 +330,9 @@ def num_router_sums(routers: Sequence[Router]) -> int:
 
 
 def summarize_expert_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
-    """Return numbers that tell how unevenly a step's tokens are spread; None for a dense model.
+    """Return how unevenly a step's tokens are spread over experts; None if no router is watched.
 
-    ``largest``: tokens of the fullest expert, relative to the mean of its layer. ``unused``: the
+    ``largest``: the most tokens of an expert, relative to its layer's mean. ``unused``: the
     share of all experts without a token. The losses that are trained are given per token.
     """
     if routers is None:

@@ -62,7 +62,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 class Slice:
     """Where a slice lies in its full tensor: from ``start`` along ``dim``.
 
-    ``parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each.
+    ``parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each,
+    from ``start`` within the part.
     """
 
     dim: int
@@ -131,9 +132,9 @@ class BuiltModel:
         return rows.ids if isinstance(rows, TrainableTokenRows) else ()
 
     def locate_initial_values(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
-        """Return the files that hold a tensor's initial values, and its name in them.
+        """Return the index of files that hold a tensor's initial values, and its name in them.
 
-        None if no file holds them.
+        ``name`` is the tensor's in ``module``. None if no file holds its values.
         """
         if self.start is not None and name in self.saved_names:
             return self.start, self.saved_names[name]
@@ -172,7 +173,7 @@ class BuiltModel:
 
     @property
     def weights_fingerprint(self) -> str:
-        """See ``fingerprint_weights``; "" if a resumed run does not need the base's values.
+        """See ``fingerprint_weights``; "" without files, or if a resumed run needs no base values.
 
         Full fine-tuning needs them only if the initial model is the reference for answers.
         """

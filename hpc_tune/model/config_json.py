@@ -77,7 +77,7 @@ def refuse_huge_layer_counts(directory: Path) -> None:
     """Refuse more layers or experts than any model has: they would be built one by one.
 
     Raises:
-        DataError: names the setting and its value.
+        DataError: if config.json has more; it names the setting and its value.
     """
     settings = try_read_config_json(directory)  # transformers reports an unreadable file
     counts = (part.items() for part in config_parts(settings))

@@ -124,7 +124,8 @@ def num_chosen_experts(config: Any) -> int:
 def max_expert_parallel_size(model: nn.Module) -> int:
     """Return a number N: experts can be split over any number of ranks that divides N.
 
-    1 for a dense model, and if a layer's experts do not tell which tokens they take.
+    1 for a dense model, and if a layer's experts lack transformers' common interface
+    (``use_experts_implementation``), by which tokens are sent to other ranks.
     """
     counts = [
         getattr(stack, name).shape[0] if hasattr(stack, "has_gate") else 1
@@ -177,7 +178,7 @@ def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that choose experts or weigh shared ones, by their paths.
+    """Return the modules that choose experts or weigh shared ones, and their parts, by path.
 
     Empty for a dense model.
     """
@@ -237,9 +238,9 @@ def label_parameters_by_part(model: nn.Module) -> dict[nn.Parameter, str]:
 
 @contextlib.contextmanager
 def loop_over_fp32_experts() -> Iterator[None]:
-    """Make transformers multiply experts one by one if they are fp32, as trained ones may be.
+    """Make transformers multiply experts one by one unless they are bf16; trained ones may be fp32.
 
-    For traces: torch's fake grouped matmul supports only bf16. Saved activations have equal sizes.
+    For traces: torch's fake grouped matmul supports only bf16. Saved activations stay as large.
     """
     from transformers.integrations import moe
 

@@ -244,9 +244,9 @@ class _SwiGluFunction(torch.autograd.Function):
 
 
 def share_input_casts(blocks: Iterable[nn.Module]) -> int:
-    """Cast an input once for all linear layers that a module in ``blocks`` calls with it.
+    """Cast an input once for all fp32 linear layers that a module in ``blocks`` calls with it.
 
-    Returns the number of modules with several such layers. Without autocast nothing is cast.
+    Returns the number of modules with several fp32 linear layers. Without autocast nothing is cast.
     """
     found = 0
     modules: Any = (part for block in blocks for part in block.modules())

@@ -81,10 +81,10 @@ class Float8Linear(nn.Linear):
         return _scaled_matmul(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
 
     def input_gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the input, N x I.
+        """Return the gradient of the input, N x I, from that of the output, N x O.
 
         The scales of the weight's rows vary along the features that are summed over, so the
-        gradient is multiplied by them before it is cast.
+        output's gradient is multiplied by them before it is cast.
         """
         codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
         rows = quantize_float8_rows(_multiply_by_powers_of_two(grad_NO, scales_O1.t()))
@@ -101,10 +101,10 @@ class Float8Linear(nn.Linear):
         stored: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read and pack rows of the weight ``stored`` into ``local``, from ``offset`` on.
+        """Read and pack rows of the weight ``stored`` into ``local``, from row ``offset[0]`` on.
 
         Raises:
-            DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
+            DataError: if the weight lacks these rows or has NaN or inf, or its file is damaged.
         """
         _fill_rows(local, (), offset[0], self.in_features, index, stored, reserve)
 
@@ -140,7 +140,7 @@ class Float8Stack(nn.Module):
         stored: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read and pack this rank's experts of the stack ``stored``, from ``offset`` on.
+        """Read and pack experts of the stack ``stored`` into ``local``, from ``offset[0]`` on.
 
         Raises:
             DataError: as ``Float8Linear.fill`` does.
@@ -172,9 +172,9 @@ def quantize_float8_rows(values_NK: torch.Tensor) -> Float8Rows:
 
 
 def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> None:
-    """Let the layers in ``blocks`` multiply in float8 if the device can.
+    """Let each ``Float8Linear`` in ``blocks`` multiply in float8 if the device can.
 
-    Layers with a side that is not a multiple of 16 are left out: the hardware requires it.
+    Layers with a side that is not a multiple of 16 are left out: the hardware requires multiples.
     """
     layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
     if not layers or why_no_float8_matmuls(device, layers[0].compute_dtype):
@@ -369,9 +369,10 @@ def convert_to_torchao_float8(
 ) -> int:
     """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
-    Layers in ``exact`` (``find_unquantized_layers``) are skipped: experts would be chosen by 8-bit
-    scores. Works on the meta device and inside peft's layers, and does not rename parameters.
-    ``emulate`` rounds to float8 without the hardware, for tests.
+    Layers in ``exact`` (``find_unquantized_layers``) are skipped: routers among them would choose
+    experts by 8-bit scores. So are layers with a side that is not a multiple of 16. Works on the
+    meta device and inside peft's layers, and does not rename parameters. ``emulate`` rounds to
+    float8 without the hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear

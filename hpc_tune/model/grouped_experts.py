@@ -37,7 +37,7 @@ _DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}
 
 
 def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> int:
-    """Replace the forward of the routed experts in ``blocks``; return how many there were.
+    """Replace the forward of the routed experts in ``blocks``; return how many were replaced.
 
     Stacks and adapters must be gathered when the experts are called, as in ``use_lora_linear``. In
     ``compiled`` blocks the experts stay outside the graph.
@@ -65,7 +65,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
 def is_groupable_experts(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
-    Experts followed by a norm are not; transformers before 5.20 has none of these.
+    Experts followed by a norm are not; before 5.20, transformers has no such experts.
     """
     has_norm = getattr(part, "has_post_expert_norm", False)
     return vars(part).keys() >= _DECORATOR_FIELDS and not has_norm
@@ -120,7 +120,7 @@ class _ExpertLayer:
     def make_matmul(
         self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
     ) -> "_ExpertMatmul":
-        """Return the first or second matmul in ``dtype``, by default the dtype of its stack.
+        """Return the first (``i`` = 0) or second matmul, in ``dtype`` or else its stack's dtype.
 
         A packed stack is unpacked for it: this takes the bytes of its values in the compute dtype.
         """

@@ -42,10 +42,10 @@ class Kernels:
     """The implementations that compute a model's decoder blocks.
 
     ``attention``: for packed rows. ``window``: for layers with a sliding window, None if the model
-    has none. ``mask_reason``: why one of these two uses a T x T mask, "" if neither does.
-    ``lora``: for adapters, None without adapters. ``expert_loop_reason``: why the experts of a
-    mixture are multiplied one by one, "" if they are not. ``flash``: what torch calls instead of
-    its own attention kernel, "" if nothing.
+    has none. ``mask_reason``: why one of these two uses a T x T mask, "" if neither does, or only
+    windows on a CPU, which always do. ``lora``: for adapters, None without adapters.
+    ``expert_loop_reason``: why the experts of a mixture are multiplied one by one, "" if they are
+    not. ``flash``: what torch calls instead of its own attention kernel, "" if nothing.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -133,7 +133,7 @@ def choose_model_kernels(
 
 
 def why_no_partial_documents(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Return why a GPU's kernel takes a model's documents, but no parts of them; "" if it does.
+    """Return why a GPU's kernel takes no parts of documents; "" if it does, or is not used.
 
     A part has only its last tokens as queries: ranks that share a row gather its keys.
     """

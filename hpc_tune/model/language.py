@@ -176,7 +176,7 @@ def read_language_config(directory: Path, rope_scaling: Mapping[str, Any] | None
     """Return the transformers config of a directory's language model; see ``read_config``.
 
     Raises:
-        DataError: if there is none, or its model is not a causal LM.
+        DataError: as ``read_config`` and ``language_config`` do. ConfigError: as ``read_config``.
     """
     return language_config(read_config(directory, rope_scaling), directory)
 

@@ -115,9 +115,10 @@ class _CountedWork:
 
 
 def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
-    """Return what this rank sends by the ring algorithms.
+    """Return the bytes that this rank sends by the ring algorithms.
 
-    The arguments are this rank's part of a tensor, and the whole tensor or a list of its parts.
+    The tensors among the arguments are a whole tensor, or a list of its parts; and this rank's part
+    of it, except in all-reduce and reduce.
     """
     sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     size = dist.get_world_size()
@@ -135,8 +136,9 @@ class ZeroEngine:
         """Partition, load and hand ``built`` to DeepSpeed. Collective.
 
         Raises:
-            ConfigError: if DeepSpeed, its compiler or the NVMe folder is missing, on all ranks.
-            DataError: if the weights on disk are damaged or of another model, on all ranks.
+            ConfigError: if DeepSpeed, its compiler, the NVMe folder or room in it is missing.
+            DataError: if the weights on disk are damaged or of another model.
+            RemoteError: on all other ranks, if one fails.
         """
         parallel, device, train = settings.parallel, settings.device, settings.train
         assert parallel.zero_stage is not None, "train/model.py chooses this engine by it"
@@ -248,10 +250,11 @@ class ZeroEngine:
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Load what any layout saved.
+        """Load a checkpoint; see ``base.Engine``.
 
         Raises:
-            CheckpointError: if a tensor is missing or has another shape.
+            CheckpointError: if a tensor is missing or cannot be read, or lacks values that this
+                rank needs.
         """
         index.require(
             _stored_name(part, name) for name in self._trained for part in ("", *MOMENT_NAMES)

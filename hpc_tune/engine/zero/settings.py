@@ -134,10 +134,10 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
 
 @contextmanager
 def setting_local_rank(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's device, which DeepSpeed reads only from there.
+    """Set LOCAL_RANK to the index of this rank's device, and hide Open MPI's variable in the block.
 
-    It reads it at every forward pass of stage 3. At its start it requires that Open MPI's variable,
-    which need not be the index, is equal to it.
+    DeepSpeed reads the index only from LOCAL_RANK, even at every forward pass of stage 3: it stays
+    set. At its start, DeepSpeed requires that Open MPI's variable, which may differ, is equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     from_mpi = os.environ.pop(launchers.OPENMPI_LOCAL_RANK, None)
@@ -192,8 +192,8 @@ def wait_for_compiler(
 ) -> None:
     """Return once ``lock`` is gone; remove it if its compiler was killed.
 
-    The compiler counts as killed if nothing in its folder was written for ``dead_after_s``. Several
-    ranks may remove the lock: DeepSpeed checks its compiler before it makes the next one.
+    The compiler counts as killed if nothing in its folder was written for ``dead_after_s`` seconds.
+    Several ranks may remove the lock: before DeepSpeed makes a new one, it tries its compiler.
     """
     while lock.exists():
         if _idle_s(lock.parent) > dead_after_s:

@@ -100,7 +100,7 @@ def fill_span(
     """Read the values of a span from the tensor ``name`` into their place in ``flat``.
 
     Raises:
-        HpcTuneError: if the tensor on disk has another shape or cannot be read.
+        HpcTuneError: if the tensor on disk has no such region or cannot be read.
     """
     for place, box in span.iter_boxes():
         index.fill(flat[place].view(box.shape), name, box.offset, reserve)
