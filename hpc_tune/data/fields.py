@@ -224,9 +224,18 @@ def _read_list(record: dict[str, Any], field: str) -> list[Any]:
 
 def _read_tool(tool: Any) -> Any:
     try:
-        return _drop_null_keys(parse_json_text(tool, "a tool", {}))
+        read = _drop_null_keys(parse_json_text(tool, "a tool", {}))
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
+    [function] = _unwrap_functions([read])
+    if isinstance(function, dict) and not is_unset(function.get("parameters")):
+        parameters = parse_json_text(function["parameters"], "a tool's parameters", {})
+        if not isinstance(parameters, dict):
+            raise WrongRecord(
+                f"a tool's parameters is {json_type_name(parameters)}, expected an object"
+            )
+        function["parameters"] = parameters
+    return read
 
 
 def _unwrap_functions(entries: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import Encoder
-from hpc_tune.data.fields import WrongRecord
+from hpc_tune.data.fields import WrongRecord, read_tool_calls, read_tools
 from hpc_tune.data.records import to_example
 from hpc_tune.data.tokenizer import fingerprint, fix_date
 from tests.support.data import CHATML, byte_tokenizer
@@ -251,3 +251,19 @@ def test_a_date_whose_format_a_template_computes_is_fixed_as_well(call):
     )
     assert fixed == "\n01 Jan"
     assert fingerprint(tokenizer)
+
+
+@pytest.mark.parametrize("parameters", ['{"properties": {"a": {}}}', {"properties": {"a": {}}}])
+def test_the_parameters_of_a_tool_may_be_text_as_in_a_column_of_one_type(parameters):
+    function = {"name": "f", "parameters": parameters}
+    tools = read_tools({"tools": [{"type": "function", "function": function}]})
+    assert tools[0]["function"]["parameters"] == {"properties": {"a": {}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": None}}}
+    [found] = read_tool_calls({"tool_calls": [call]}, tools, "message 1")
+    assert found["function"]["arguments"] == {"a": None}
+
+
+@pytest.mark.parametrize("parameters", ["[1]", "no JSON", [1], 7])
+def test_parameters_of_a_tool_that_are_no_object_are_refused(parameters):
+    with pytest.raises(WrongRecord, match="a tool's parameters is"):
+        read_tools({"tools": [{"name": "f", "parameters": parameters}]})
