@@ -153,9 +153,10 @@ def compare_steps(
             for step in (compiled, plain)
         )
         if not ours <= MAX_ERROR_RATIO * theirs + min_tolerance * norm + 1e-7:
+            ours, theirs = ours / (norm or 1.0), theirs / (norm or 1.0)
             return (
-                f"the gradient of a small model's {name} is off by {ours / (norm or 1.0):.1e} of its "
-                f"norm with compiled blocks, by {theirs / (norm or 1.0):.1e} without"
+                f"the gradient of a small model's {name} is off by {ours:.1e} of its norm with "
+                f"compiled blocks, by {theirs:.1e} without"
             )
     return ""
 
