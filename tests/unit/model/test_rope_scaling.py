@@ -19,6 +19,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.rotary import (
     apply_rope_scaling_to_json,
     length_independent_scaling,
+    llama3_frequency_divisors,
     position_limit,
 )
 from hpc_tune.plan.resolve import why_rows_too_long
@@ -335,3 +336,16 @@ def test_what_is_advised_takes_rows_of_that_length(tmp_path, kind, said, longest
     assert config.model.rope_scaling == advised
     assert position_limit(read_language_config(directory), advised) or advised
     assert position_limit(read_config(directory, advised), advised) >= longest
+
+
+def test_llama3_divisors_go_from_one_to_the_factor():
+    """The rotary frequencies of llama.cpp's files: short waves are kept, long ones divided."""
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    config = AutoConfig.for_model("llama", rope_parameters=scaling)
+    divisors = llama3_frequency_divisors(config)
+    assert len(divisors) == config.head_dim // 2
+    assert divisors[0] == pytest.approx(1.0)
+    assert divisors[-1] == pytest.approx(8.0)
+    assert (divisors.diff() >= -1e-5).all()

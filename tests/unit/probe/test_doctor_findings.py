@@ -638,6 +638,8 @@ def test_the_report_has_each_rank_and_each_finding():
         assert words in text, text
     assert "\033" not in text
     assert "\033[31mERROR" in "\n".join(doctor_lines(ranks, all_links, found, uses_colors=True))
+    assert "no problems found" not in text
+    assert "no problems found" in doctor_lines(ranks, all_links, [], uses_colors=False)[-1]
     assert report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
 
 
