@@ -82,7 +82,7 @@ def test_a_merged_model_has_them_and_an_adapters_card_says_them(tmp_path, base, 
         assert close(logits(of_adapter, length), wanted)
     assert read_config(merged).max_position_embeddings == POSITIONS[scaling["rope_type"]]
     assert "| rotary positions | rope_type" in (adapter / "README.md").read_text()
-    assert "needs its base loaded with rope_parameters={rope_type: " in caplog.text
+    assert "load the base model with rope_parameters={rope_type: " in caplog.text
     said = load_config(str(adapter / "training_config.yaml")).model.rope_scaling
     assert said == scaling
 
