@@ -206,9 +206,8 @@ def choose_layout_for_command(
 def search_layout(
     config: RunConfig, machine: Machine, measured: Measurements, cluster: Cluster | None = None
 ) -> LayoutChoice:
-    """Return the fastest layout that fits ``machine``, and the next ones.
-
-    If ``measured`` does not say how fast ranks compute, the data sheets of ``cluster`` do.
+    """Return the fastest layout that fits ``machine``, and the next ones. If ``measured`` does not
+    say how fast ranks compute, the data sheets of ``cluster`` do.
 
     Raises:
         ConfigError: if no layout is legal or fits, or neither says how fast ranks compute.

@@ -296,9 +296,8 @@ class MemoryPlan:
 def make_plan(
     config: RunConfig, machine: Machine, save: SaveMethod = "streamed", needs_mask: bool = False
 ) -> MemoryPlan:
-    """Plan a run on a machine that need not exist; no weights are read.
-
-    ``needs_mask``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
+    """Plan a run on a machine that need not exist; no weights are read. ``needs_mask``: its GPUs
+    have no attention kernel for packed documents, see ``kernels.py``.
 
     Raises:
         ConfigError: if the layout does not fit world or model, or there is no such model.

@@ -97,9 +97,8 @@ class Model:
 
 
 def build_model(job: Job, is_fresh: bool) -> Model:
-    """Build the model on the meta device. Collective.
-
-    The adapter tune.init_from is used if the run ``is_fresh``, or if the adapter is the reference.
+    """Build the model on the meta device. Collective. The adapter tune.init_from is used if the run
+    ``is_fresh``, or if the adapter is the reference.
 
     Raises:
         ConfigError: if the model does not support the settings.
