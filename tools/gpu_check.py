@@ -42,13 +42,7 @@ PARTS = (
         _program("machine"),
         ("torch", "pydantic", "omegaconf", "yaml", "psutil"),
     ),
-    Part(
-        "tests",
-        90,
-        "tests/gpu by pytest",
-        _program("tests"),
-        (*TRAINING, "psutil", "pytest"),
-    ),
+    Part("tests", 90, "tests/gpu by pytest", _program("tests"), (*TRAINING, "psutil", "pytest")),
     Part(
         "losses",
         110,

@@ -244,11 +244,7 @@ def _join(
 
 
 def _played(
-    events: list[Any],
-    card: Card,
-    seconds: dict[int, float],
-    launched: set[int],
-    messages: bool,
+    events: list[Any], card: Card, seconds: dict[int, float], launched: set[int], messages: bool
 ) -> float:
     """Return when the last stream ends; if not ``messages``, messages take no time."""
     host_s, messages_s = 0.0, 0.0

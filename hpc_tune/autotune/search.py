@@ -277,10 +277,7 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
     """Return the table to print: the five fastest layouts, and why the first one is chosen."""
     best, default, alone = choice.best, choice.layout_without_auto, choice.single_rank
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
-    lines = [
-        head,
-        *(_format_row(row, "<- this one" if row is best else "") for row in choice.rows),
-    ]
+    lines = [head, *(_format_row(row, "<- this one" if row is best else "") for row in choice.rows)]
     shown = list(choice.rows)
     for other, note in ((default, "what memory alone would choose"), (alone, "")):
         if other is not None and all(row.layout != other.layout for row in shown):

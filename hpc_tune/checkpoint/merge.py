@@ -36,11 +36,7 @@ class MergedModel:
     """The tensors of the merged model, each computed on demand."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        tune: TuneConfig,
-        base: Path,
-        dtype: torch.dtype | None = None,
+        self, checkpoint: Path, tune: TuneConfig, base: Path, dtype: torch.dtype | None = None
     ) -> None:
         """Index a checkpoint and its base; ``dtype`` None: each tensor keeps its own."""
         self._stored, self._trained = index_model_directory(base), index_checkpoint(checkpoint)

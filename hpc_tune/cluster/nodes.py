@@ -40,9 +40,7 @@ _MAX_PARALLEL = 32
 
 
 def find_silent_nodes(
-    nodes: Sequence[str],
-    command: Callable[[str], Sequence[str]],
-    environment: Mapping[str, str],
+    nodes: Sequence[str], command: Callable[[str], Sequence[str]], environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Start a process on each of ``nodes``; return the nodes where that fails, and why.
 

@@ -12,10 +12,7 @@ from hpc_tune.log import log
 from hpc_tune.units import format_seconds
 
 # The first whose job id is in the environment is the scheduler of the job.
-SCHEDULERS = (
-    slurm.SLURM,
-    pbs.PBS,
-)
+SCHEDULERS = (slurm.SLURM, pbs.PBS)
 # Set by the script of a scheduler that does not tell when the job ends.
 _END_VARIABLE = "HPC_TUNE_JOB_END"
 # Set by the script of a scheduler that sends no signal: seconds before the end to ask the ranks.

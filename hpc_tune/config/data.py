@@ -77,8 +77,7 @@ class TrainedSource(HeldOutSource):
         "all sources add up to 1.",
     )
     epochs: PositiveInt | None = Field(
-        None,
-        description="How often each of its documents occurs in one epoch of the mixture.",
+        None, description="How often each of its documents occurs in one epoch of the mixture."
     )
     max_epochs: Annotated[float, Field(gt=0)] = Field(
         4.0,

@@ -27,12 +27,7 @@ QUESTIONS = {
     "machine": "Machine: cpu, or NODESxGPUS of each node (1x1, 1x8, 4x8)",
     "method": "Method: lora, qlora (a base of 4 bits), dora, or full (all weights)",
 }
-DEFAULTS = {
-    "model": "builtin:tiny",
-    "data": "builtin:pydocs",
-    "machine": "cpu",
-    "method": "lora",
-}
+DEFAULTS = {"model": "builtin:tiny", "data": "builtin:pydocs", "machine": "cpu", "method": "lora"}
 _USUAL_SEQ_LEN, _GLOBAL_SIZE = 4096, 64
 _SEQ_LEN_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
 

@@ -87,16 +87,8 @@ class JobConfig(Section):
     scheduler: ClassVar[str]
     time_field: ClassVar[str]  # the setting of the time limit
 
-    account: str | None = setting(
-        None,
-        "free",
-        "The account that pays. Unset: the user's own.",
-    )
-    nodes: PositiveInt = setting(
-        1,
-        "free",
-        "Nodes of the job.",
-    )
+    account: str | None = setting(None, "free", "The account that pays. Unset: the user's own.")
+    nodes: PositiveInt = setting(1, "free", "Nodes of the job.")
     spare_nodes: Annotated[int, Field(ge=0)] = setting(
         0,
         "free",
@@ -110,19 +102,13 @@ class JobConfig(Section):
         "with fewer ranks (the losses are the same). supervise uses it everywhere.",
     )
     gpus_per_node: Annotated[int, Field(ge=0)] = setting(
-        0,
-        "free",
-        "GPUs of each node, one rank each. 0: ranks on CPUs.",
+        0, "free", "GPUs of each node, one rank each. 0: ranks on CPUs."
     )
     tasks_per_node: PositiveInt | None = setting(
-        None,
-        "free",
-        "Ranks of each node. Unset: one per GPU, or one.",
+        None, "free", "Ranks of each node. Unset: one per GPU, or one."
     )
     cpus_per_task: PositiveInt = setting(
-        1,
-        "free",
-        "Cores of each rank; more of them prepare data faster, and train on CPUs.",
+        1, "free", "Cores of each rank; more of them prepare data faster, and train on CPUs."
     )
     memory: str | None = None
     leave_before: Seconds = setting(
@@ -132,27 +118,13 @@ class JobConfig(Section):
         "to be queued again. Set more if a save takes minutes.",
     )
     output: str | None = None
-    job_name: str = setting(
-        "hpc_tune",
-        "free",
-        "The job's name in the queue.",
-    )
-    modules: list[str] = setting(
-        [],
-        "free",
-        "Modules to load, such as [python, openmpi].",
-    )
+    job_name: str = setting("hpc_tune", "free", "The job's name in the queue.")
+    modules: list[str] = setting([], "free", "Modules to load, such as [python, openmpi].")
     env_file: str | None = setting(
-        None,
-        "free",
-        "A shell file to source before the run. Unset: none.",
-        path="file",
+        None, "free", "A shell file to source before the run. Unset: none.", path="file"
     )
     venv: str | None = setting(
-        None,
-        "free",
-        "The virtual environment in which hpc_tune is installed, if any.",
-        path="file",
+        None, "free", "The virtual environment in which hpc_tune is installed, if any.", path="file"
     )
     container: str = setting(
         "",
@@ -162,9 +134,7 @@ class JobConfig(Section):
         "not 'apptainer exec'. Empty: no container.",
     )
     image: str = setting(
-        "",
-        "free",
-        "The image that the ranks run in: a .sif or a folder, by Apptainer.",
+        "", "free", "The image that the ranks run in: a .sif or a folder, by Apptainer."
     )
     binds: list[str] = setting(
         [],
@@ -215,16 +185,8 @@ class SlurmConfig(JobConfig):
     scheduler: ClassVar[str] = "Slurm"
     time_field: ClassVar[str] = "time"
 
-    partition: str | None = setting(
-        None,
-        "free",
-        "The partition. Unset: the cluster's default.",
-    )
-    qos: str | None = setting(
-        None,
-        "free",
-        "The quality of service. Unset: the default.",
-    )
+    partition: str | None = setting(None, "free", "The partition. Unset: the cluster's default.")
+    qos: str | None = setting(None, "free", "The quality of service. Unset: the default.")
     memory: Annotated[str | None, AfterValidator(_check_slurm_memory)] = setting(
         None,
         "free",
@@ -246,9 +208,7 @@ class SlurmConfig(JobConfig):
         "node. Unset: none.",
     )
     output: str = setting(
-        "%x-%j.out",
-        "free",
-        "The file for what the job prints; Slurm fills in %x and %j.",
+        "%x-%j.out", "free", "The file for what the job prints; Slurm fills in %x and %j."
     )
     image: str = setting(
         "",
@@ -355,11 +315,7 @@ class PbsConfig(JobConfig):
     scheduler: ClassVar[str] = "PBS"
     time_field: ClassVar[str] = "walltime"
 
-    queue: str | None = setting(
-        None,
-        "free",
-        "The queue. Unset: the server's default.",
-    )
+    queue: str | None = setting(None, "free", "The queue. Unset: the server's default.")
     filesystems: str | None = setting(
         None,
         "free",

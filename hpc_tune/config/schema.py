@@ -361,9 +361,7 @@ class RunSettings(Section):
         aliases="run_name wandb_name",
     )
     tags: list[str] = setting(
-        [],
-        "free",
-        "Tags to find the run by in trackers, such as [lora, first-try].",
+        [], "free", "Tags to find the run by in trackers, such as [lora, first-try]."
     )
     notes: str | None = setting(
         None,

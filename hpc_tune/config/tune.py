@@ -98,9 +98,7 @@ class TuneConfig(Section):
         "1.33 times undesirable_weight times the number of the others. Unset: 1.",
     )
     undesirable_weight: Annotated[float, Field(gt=0)] | None = setting(
-        None,
-        "same",
-        "The weight of the answers in kto that are not good. Unset: 1.",
+        None, "same", "The weight of the answers in kto that are not good. Unset: 1."
     )
 
     rank: PositiveInt = setting(

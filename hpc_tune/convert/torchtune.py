@@ -333,8 +333,7 @@ def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
     if any(word in str(value) for word in _LOSS_NAMES):
         return Ignored("cross entropy, whose logits are never held whole")
     return Unsupported(
-        "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss",
-        to_do=True,
+        "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss", to_do=True
     )
 
 

@@ -73,12 +73,7 @@ class RenderedText:
 class Renderer:
     """Renders chats and completions with a tokenizer's chat template; counts what it drops."""
 
-    def __init__(
-        self,
-        tokenizer: FastTokenizer,
-        loss_on: LossOn,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, tokenizer: FastTokenizer, loss_on: LossOn, counters: Counters) -> None:
         """Take a tokenizer with its template; ``escapes`` hides typed tokens in rendered text."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
         self._templates = ChatTemplates(tokenizer.chat_template)

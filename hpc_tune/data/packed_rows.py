@@ -280,10 +280,7 @@ def _make_pairs(read: Sequence[RowDocuments]) -> PreferencePairs:
 
 
 def make_batch(
-    rows: list[list[TokensAndMask]],
-    seq_len: int,
-    first_row: int,
-    row_stride: int = 1,
+    rows: list[list[TokensAndMask]], seq_len: int, first_row: int, row_stride: int = 1
 ) -> Batch:
     """Lay rows of documents (tokens, loss mask) out as a batch, padded to one width.
 

@@ -208,10 +208,5 @@ def _distribute_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tens
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

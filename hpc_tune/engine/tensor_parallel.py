@@ -283,11 +283,7 @@ class _SplitInputs(torch.autograd.Function):
 
 
 def _vocabulary_losses(
-    axis: TensorAxis,
-    hidden_ND: torch.Tensor,
-    head: Any,
-    labels_N: torch.Tensor,
-    config: Any,
+    axis: TensorAxis, hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
 ) -> torch.Tensor:
     """Return N cross-entropies; each rank computes the logits of a part of the vocabulary.
 

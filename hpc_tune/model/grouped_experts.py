@@ -236,10 +236,7 @@ class _ExpertMatmul:
 
 
 def _experts_forward(
-    self: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     layer = _ExpertLayer(self, self.__dict__[_WRAPPERS_ATTRIBUTE])
     out_TO: torch.Tensor = _GroupedExpertsFunction.apply(

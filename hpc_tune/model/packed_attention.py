@@ -208,11 +208,7 @@ class _SharedRowsAttention:
     options: dict[str, Any]
 
     def attend_own_heads(
-        self,
-        rank: int,
-        query_BHTD: torch.Tensor,
-        key_BKTD: torch.Tensor,
-        value_BKTD: torch.Tensor,
+        self, rank: int, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
@@ -232,11 +228,7 @@ class _SharedRowsAttention:
         return _attend_rows(own, *inputs, mask, self.dropout, self.scaling, **options)[0]
 
     def attend_own_queries(
-        self,
-        rank: int,
-        query_BHSD: torch.Tensor,
-        key_BKTD: torch.Tensor,
-        value_BKTD: torch.Tensor,
+        self, rank: int, query_BHSD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)

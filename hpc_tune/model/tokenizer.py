@@ -11,12 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpc_tune.config.data import (
-    NAMED_TEMPLATES,
-    NamedTemplate,
-    is_template_path,
-    template_file,
-)
+from hpc_tune.config.data import NAMED_TEMPLATES, NamedTemplate, is_template_path, template_file
 from hpc_tune.errors import DataError, first_line, require_utf8
 from hpc_tune.files import read_json_object, why_pointer_file
 from hpc_tune.log import log

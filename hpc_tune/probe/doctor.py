@@ -218,10 +218,7 @@ _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
 
 
 def run_doctor(
-    config: RunConfig,
-    as_json: bool,
-    links_s: float | None = None,
-    products_s: float | None = None,
+    config: RunConfig, as_json: bool, links_s: float | None = None, products_s: float | None = None
 ) -> int:
     """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 

@@ -219,8 +219,7 @@ def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
         elif len(here) > 1 and 2 * len(together) // len(here) < fair:
             yield Finding(
-                "warning",
-                f"the ranks of {host} have {pinned_to} of {reachable} together: {fix}",
+                "warning", f"the ranks of {host} have {pinned_to} of {reachable} together: {fix}"
             )
         for rank in here:
             numa = rank.device_numa

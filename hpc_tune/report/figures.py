@@ -571,8 +571,7 @@ _REWARD_LABELS = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
 _plot_reward = partial(_plot_two, measures=_REWARD_LABELS)
 # The log-probabilities of the answers: both may fall while the margin grows.
 _plot_log_probs = partial(
-    _plot_two,
-    measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
+    _plot_two, measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"}
 )
 
 

@@ -344,8 +344,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "stop": EventKind(
-        "a start ends",
-        {"reason": (str, "why"), "began_s": (float, "when a refused start began")},
+        "a start ends", {"reason": (str, "why"), "began_s": (float, "when a refused start began")}
     ),
     "left_out": EventKind(
         "`supervise` leaves a node out after a failure",

@@ -17,13 +17,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.chunks import describe_unread, is_builtin, list_source_files
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.files import (
-    Paths,
-    as_list,
-    describe_read_files,
-    find_files,
-    join_paths,
-)
+from hpc_tune.data.files import Paths, as_list, describe_read_files, find_files, join_paths
 from hpc_tune.data.hdf5_format import TokenStore, find_prepared_files
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.order import PackedSampler, SampleOrder

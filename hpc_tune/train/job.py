@@ -135,10 +135,7 @@ def open_job(
 
 
 def _make_run_dir(
-    run_dir: Path,
-    owner: RunLock,
-    run: RunSettings,
-    write_settings: Callable[[Path], None],
+    run_dir: Path, owner: RunLock, run: RunSettings, write_settings: Callable[[Path], None]
 ) -> PreviousRun:
     """Make and lock the run directory; fail now, not at the first save, if it is not writable.
 

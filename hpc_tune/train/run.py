@@ -28,12 +28,7 @@ from hpc_tune.train.data import open_data, require_data
 from hpc_tune.train.energy import RunEnergyMeter
 from hpc_tune.train.exit import ending_world_on_error, join_world, startup_watchdog
 from hpc_tune.train.job import Job, open_job
-from hpc_tune.train.model import (
-    Model,
-    build_model,
-    resolve_layout,
-    with_scaled_positions,
-)
+from hpc_tune.train.model import Model, build_model, resolve_layout, with_scaled_positions
 from hpc_tune.train.reference import attach_reference
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.describe import log_start
@@ -152,10 +147,7 @@ def _log_best_checkpoint(job: Job, control: Control) -> None:
 
 
 def run(
-    config: RunConfig,
-    stop: StopFlag | None = None,
-    force: bool = False,
-    faults: Faults = NO_FAULTS,
+    config: RunConfig, stop: StopFlag | None = None, force: bool = False, faults: Faults = NO_FAULTS
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 

@@ -47,13 +47,7 @@ from hpc_tune.world.failure import (
     rank_label,
     watch_launcher,
 )
-from hpc_tune.world.json_channel import (
-    Channel,
-    MpiChannel,
-    SoloChannel,
-    StarChannel,
-    StoreChannel,
-)
+from hpc_tune.world.json_channel import Channel, MpiChannel, SoloChannel, StarChannel, StoreChannel
 from hpc_tune.world.liveness import time_limit
 from hpc_tune.world.nccl import NcclWatch, disable_nccl_error_handling
 from hpc_tune.world.rendezvous import (

@@ -10,14 +10,7 @@ import sys
 import pytest
 
 from hpc_tune.model.builtin import write_tiny_model
-from tests.support.ranks import (
-    HANG_S,
-    ROOT,
-    find_mpirun,
-    python,
-    rank_environment,
-    run_ranks,
-)
+from tests.support.ranks import HANG_S, ROOT, find_mpirun, python, rank_environment, run_ranks
 from tests.support.training import TRAIN, many_runs, train
 
 BASE = [

@@ -69,8 +69,7 @@ def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
 @pytest.mark.full
 def test_a_configuration_on_one_and_two_ranks(tmp_path):
     told, shown = run_bench(
-        tmp_path,
-        *("scale", "--ranks", "1", "2", "--steps", "4", "--set", "batch.global_size=4"),
+        tmp_path, *("scale", "--ranks", "1", "2", "--steps", "4", "--set", "batch.global_size=4")
     )
     assert set(told["ranks"]) == {"1", "2"}
     assert "speed-up" in shown

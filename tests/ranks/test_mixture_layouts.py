@@ -7,10 +7,7 @@ import pytest
 from tests.support.mixtures import write_mixture
 from tests.support.training import SMALL, many_runs, rows, worst_gap
 
-ON_TWO = {
-    "shard": ["parallel.shard=2"],
-    "tensor": ["parallel.tensor=2"],
-}
+ON_TWO = {"shard": ["parallel.shard=2"], "tensor": ["parallel.tensor=2"]}
 ON_TWO_TOO = {
     "expert": ["parallel.shard=2", "parallel.expert=2"],
     "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],

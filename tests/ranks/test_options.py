@@ -23,11 +23,7 @@ LAYOUTS = {
     "zero 2": ["parallel.zero_stage=2"],
     "zero 3": ["parallel.zero_stage=3", "batch.micro_size=2"],
 }
-SAMPLE = [
-    ("neftune", "tensor"),
-    ("lora b", "pipeline"),
-    ("neftune unpacked", "zero 3"),
-]
+SAMPLE = [("neftune", "tensor"), ("lora b", "pipeline"), ("neftune unpacked", "zero 3")]
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,7 @@ def leave(run_dir, phase, number, background=True):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [
-        ("compiling", signal.SIGUSR1),
-        ("evaluating", signal.SIGTERM),
-        ("saving", signal.SIGINT),
-    ],
+    [("compiling", signal.SIGUSR1), ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT)],
 )
 def test_a_signal_in_a_phase_ends_the_job_in_time(tmp_path, phase, number):
     assert leave(tmp_path, phase, number) < LEAVES_WITHIN_S

@@ -16,14 +16,7 @@ import torch
 from hpc_tune.packages import parse_release
 from hpc_tune.world.processes import is_alive
 from tests.support import warm
-from tests.support.ranks import (
-    HANG_S,
-    descendants,
-    find_mpirun,
-    python,
-    rank_environment,
-    started,
-)
+from tests.support.ranks import HANG_S, descendants, find_mpirun, python, rank_environment, started
 from tests.support.training import (
     PREPARED,
     SMALL,
@@ -137,12 +130,7 @@ def test_sigusr1_to_mpirun_leaves_a_checkpoint_and_75_and_the_same_command_goes_
     told = outcome(tmp_path)
     stopped_at = told["step"]
     assert len(told.pop("start")) == 32, "the mark of the start"
-    assert told == {
-        "status": "stopped",
-        "reason": "SIGUSR1",
-        "step": stopped_at,
-        "exit_code": 75,
-    }
+    assert told == {"status": "stopped", "reason": "SIGUSR1", "step": stopped_at, "exit_code": 75}
     with Job(tmp_path, 3, cold=False) as job:
         job.wait_for_step(stopped_at + 2)
         (tmp_path / "STOP").touch()

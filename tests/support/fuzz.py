@@ -46,12 +46,7 @@ def fuzz(strategy: st.SearchStrategy, few: int = FEW):
         def test(num, tmp_path):
             quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-            @settings(
-                max_examples=num,
-                deadline=20_000,
-                suppress_health_check=quiet,
-                database=None,
-            )
+            @settings(max_examples=num, deadline=20_000, suppress_health_check=quiet, database=None)
             @given(strategy)
             def one(drawn):
                 folder = Path(tempfile.mkdtemp(dir=tmp_path))

@@ -8,9 +8,7 @@ DeepSpeed keeps tensors below 1 MiB in memory, so nothing of a small model would
 from typing import Any
 
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
-    AsyncPartitionedParameterSwapper,
-)
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 
 from tests.support import many_runs
 

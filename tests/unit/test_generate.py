@@ -106,11 +106,7 @@ def test_an_answer_is_shown_with_its_special_tokens_up_to_the_one_that_ends_it()
         (json.dumps(ROW), ["--chat", "FILE"], "the last message is an answer of the assistant"),
         (json.dumps(ROW), ["--chat", "FILE", "--prompt", "x"], "--chat and --prompt are given"),
         (json.dumps(ROW), ["--chat", "FILE", "--tools", "FILE"], "has tools too; keep one"),
-        (
-            "{}",
-            ["--prompt", "x", "--tools", "FILE"],
-            "found empty object, expected a list of",
-        ),
+        ("{}", ["--prompt", "x", "--tools", "FILE"], "found empty object, expected a list of"),
     ],
 )
 def test_what_cannot_be_asked_is_one_message(tmp_path, capsys, content, options, said):

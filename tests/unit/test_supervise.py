@@ -56,12 +56,7 @@ ROWS = {
     "jobs too short to get anywhere": ([GOOD, TIME, TIME], 60.0, True, "requeue"),
     "for ever": ([GOOD, TIME, TIME, TIME], 60.0, True, "give up"),
     "the user wrote STOP": ([start(0, 5, "stopped", "STOP file", 75)], 3600.0, True, "give up"),
-    "preempted": (
-        [start(0, 5, "stopped", "preemption", 75, asked=True)],
-        3600.0,
-        True,
-        "requeue",
-    ),
+    "preempted": ([start(0, 5, "stopped", "preemption", 75, asked=True)], 3600.0, True, "requeue"),
     "its launcher ended the ranks": (
         [start(0, 5, "stopped", "SIGTERM to the ranks alone", 75)],
         3600.0,

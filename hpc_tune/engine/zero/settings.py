@@ -31,10 +31,7 @@ GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of f
 
 
 def deepspeed_config(
-    built: BuiltModel,
-    optim: OptimConfig,
-    parallel: ParallelConfig,
-    device: torch.device,
+    built: BuiltModel, optim: OptimConfig, parallel: ParallelConfig, device: torch.device
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration."""
     parameters = list(built.module.parameters())

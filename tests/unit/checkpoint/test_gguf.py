@@ -7,12 +7,7 @@ import shutil
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hpc_tune.checkpoint.export import export_merged
 from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _pre_tokenizer_name, export_gguf

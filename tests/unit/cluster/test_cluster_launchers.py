@@ -37,10 +37,7 @@ HYDRA_CLAIM = Claim("mpich", MPICH, 3, 8, 3, 4)
 TABLE = {
     "nothing": ({}, SINGLE),
     "Open MPI": (OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "mpirun in a batch script": (
-        BATCH_SHELL | OPENMPI,
-        Claim("openmpi", OPEN_MPI, 5, 16, 1, 4),
-    ),
+    "mpirun in a batch script": (BATCH_SHELL | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
     "mpirun whose daemons srun started": (SRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
     "MPICH Hydra": (HYDRA, HYDRA_CLAIM),
     "Hydra whose proxies srun started": (SRUN | HYDRA, HYDRA_CLAIM),
@@ -60,10 +57,7 @@ TABLE = {
         FLUX | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"},
         Claim("flux", MPICH, 5, 8, 1, None, None, 2),
     ),
-    "Flux with PMIx": (
-        FLUX | {"PMIX_RANK": "5"},
-        Claim("flux", OPEN_MPI, 5, 8, 1, None, None, 2),
-    ),
+    "Flux with PMIx": (FLUX | {"PMIX_RANK": "5"}, Claim("flux", OPEN_MPI, 5, 8, 1, None, None, 2)),
     "mpirun in a task of Flux": (FLUX | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
     "jsrun": (JSRUN, Claim("jsrun", "libmpi_ibm.so.3", 7, 12, 1, 6)),
     "jsrun with Spectrum MPI": (JSRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
@@ -72,10 +66,7 @@ TABLE = {
         {k: v for k, v in SRUN.items() if "STEP" not in k} | {"SLURM_STEPID": "0"},
         Claim("slurm", None, 6, 16, 1, 4, 2, 4),
     ),
-    "srun with PMI2": (
-        SRUN | PMI | {"PMI_FD": "9"},
-        Claim("srun-pmi2", MPICH, 6, 7, 1, 2, 2, 3),
-    ),
+    "srun with PMI2": (SRUN | PMI | {"PMI_FD": "9"}, Claim("srun-pmi2", MPICH, 6, 7, 1, 2, 2, 3)),
     "srun with PMIx": (
         SRUN | {"PMIX_RANK": "6", "PMIX_NAMESPACE": "slurm.pmix.77.0"},
         Claim("srun-pmix", OPEN_MPI, 6, 7, 1, 2, 2, 3),

@@ -82,8 +82,7 @@ def test_what_is_not_set_does_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "select"),
-    [("ncpus=64:system=polaris", "2:ncpus=64:system=polaris"), ("", "2")],
+    ("chunk", "select"), [("ncpus=64:system=polaris", "2:ncpus=64:system=polaris"), ("", "2")]
 )
 def test_a_site_may_want_other_words_for_a_node(tmp_path, chunk, select):
     text = render(PbsConfig(nodes=2, gpus_per_node=4, chunk=chunk), [], tmp_path, {})

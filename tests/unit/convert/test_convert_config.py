@@ -15,14 +15,7 @@ from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import ForeignConfig, rule_table
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError
-from tests.support.converting import (
-    CONFIGS,
-    FACTORY_LORA,
-    TUNE_LORA,
-    line_of,
-    settings,
-    theirs,
-)
+from tests.support.converting import CONFIGS, FACTORY_LORA, TUNE_LORA, line_of, settings, theirs
 from tests.support.ranks import ROOT
 
 OURS_TUNE = """

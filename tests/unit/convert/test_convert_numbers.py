@@ -20,10 +20,7 @@ WSD = {
     "lr_scheduler_type": "warmup_stable_decay",
     "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1},
 }
-RESTARTS = {
-    "lr_scheduler_type": "cosine_with_restarts",
-    "lr_scheduler_kwargs": {"num_cycles": 3},
-}
+RESTARTS = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}
 HELD_OUT = {"val_size": 0.05, "eval_steps": 20, "early_stopping_steps": 3}
 
 

@@ -207,9 +207,7 @@ FAMILIES = {
         ["1<｜hy_place▁holder▁no▁2｜>", "2<｜hy_place▁holder▁no▁2｜>"],
     ),
     "Vicuna": Family(
-        by_role("USER: TEXT ", "ASSISTANT: TEXT</s>", "ASSISTANT:"),
-        "</s>",
-        [" 1</s>", " 2</s>"],
+        by_role("USER: TEXT ", "ASSISTANT: TEXT</s>", "ASSISTANT:"), "</s>", [" 1</s>", " 2</s>"]
     ),
     "alpaca's headings: no special token at all": Family(
         by_role("### Instruction:\nTEXT\n\n", "### Response:\nTEXT\n\n", "### Response:\n"),

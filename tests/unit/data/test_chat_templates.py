@@ -15,12 +15,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.export_metadata import write_chat_template
-from hpc_tune.config.data import (
-    NAMED_TEMPLATES,
-    TEMPLATE_FOLDER,
-    is_template_path,
-    template_file,
-)
+from hpc_tune.config.data import NAMED_TEMPLATES, TEMPLATE_FOLDER, is_template_path, template_file
 from hpc_tune.config.load import load_config
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example

@@ -41,10 +41,7 @@ ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
         ({"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}),
         ({"query": "q", "response": "a"}, {"prompt": "q", "completion": "a"}),
         ({"prompt": "q", "response": "a"}, {"prompt": "q", "completion": "a"}),
-        (
-            {"instruction": "Add.", "context": "2, 2", "response": "4", "category": "x"},
-            ALPACA,
-        ),
+        ({"instruction": "Add.", "context": "2, 2", "response": "4", "category": "x"}, ALPACA),
         ({"instruction": "Add.", "context": "2, 2", "output": "4"}, ALPACA),
         ({"question": "Add.", "context": "2, 2", "answer": "4"}, ALPACA),
         (
@@ -59,10 +56,7 @@ ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
             {"system_prompt": "s", "system": None, "conversations": [ASKS, SAYS]},
             {"messages": [{"role": "system", "content": "s"}, ASKS, SAYS]},
         ),
-        (
-            {"prompt": [ASKS], "completion": "a"},
-            {"messages": [ASKS, SAYS]},
-        ),
+        ({"prompt": [ASKS], "completion": "a"}, {"messages": [ASKS, SAYS]}),
         (
             {"prompt": json.dumps([ASKS]), "completion": json.dumps([SAYS])},
             {"messages": [ASKS, SAYS]},
@@ -71,10 +65,7 @@ ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
             {"prompt": [{"from": "human", "value": "q"}], "completion": SAYS},
             {"messages": [ASKS, SAYS]},
         ),
-        (
-            {"prompt": None, "question": "q", "answer": "a"},
-            {"prompt": "q", "completion": "a"},
-        ),
+        ({"prompt": None, "question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}),
         (
             {"system_prompt": "s", "question": "q", "response": "a"},
             {"prompt": "q", "completion": "a", "system": "s"},

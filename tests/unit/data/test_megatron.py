@@ -83,11 +83,7 @@ def test_a_folder_of_such_files_is_read_and_a_bin_of_others_is_not(prefix, tmp_p
 def test_long_documents_are_split_and_counted(tmp_path):
     path = write(tmp_path / "x", [[list(range(40))], [[7]]])
     documents = prepared(path, tmp_path / "out.h5")
-    assert [tokens for tokens, _ in documents] == [
-        [*range(16)],
-        [*range(16, 32)],
-        [*range(32, 40)],
-    ]
+    assert [tokens for tokens, _ in documents] == [[*range(16)], [*range(16, 32)], [*range(32, 40)]]
     counters = TokenStore.open(tmp_path / "out.h5").attributes.counters
     assert (counters.examples, counters.split, counters.dropped) == (2, 1, {"empty text": 1})
 

@@ -204,10 +204,7 @@ def test_an_answer_to_the_same_prompt_is_no_mismatched_one(as_chat):
 def test_mismatched_answers_are_rendered_by_the_chat_template():
     documents, counters = sides_of(byte_tokenizer(), [labelled(n) for n in range(2)])
     turn = "<|im_start|>user\nq0 <|im_end|>\n<|im_start|>assistant\n"
-    assert [text for text, _ in documents[0]] == [
-        f"{turn}a0<|im_end|>\n",
-        f"{turn}a1<|im_end|>\n",
-    ]
+    assert [text for text, _ in documents[0]] == [f"{turn}a0<|im_end|>\n", f"{turn}a1<|im_end|>\n"]
     assert counters.examples == 2
 
 

@@ -44,12 +44,7 @@ PAIRS = {
         "score_chosen": 8.5,
         "score_rejected": 3.0,
     },
-    "LLaMA-Factory, alpaca": {
-        "instruction": "2 + 2?",
-        "input": "",
-        "chosen": "4",
-        "rejected": "5",
-    },
+    "LLaMA-Factory, alpaca": {"instruction": "2 + 2?", "input": "", "chosen": "4", "rejected": "5"},
     "LLaMA-Factory, sharegpt": {
         "conversations": [{"from": "human", "value": "2 + 2?"}],
         "chosen": {"from": "gpt", "value": "4"},
@@ -352,10 +347,7 @@ WRONG_PAIRS = [
         {"chosen": [*ASKED, says("4")], "rejected": [user("3 + 3?"), says("5")]},
         "do not begin with the same prompt: they differ in message 1",
     ),
-    (
-        {"chosen": [*ASKED, says("4")], "rejected": [says("5")]},
-        "do not begin with the same prompt",
-    ),
+    ({"chosen": [*ASKED, says("4")], "rejected": [says("5")]}, "do not begin with the same prompt"),
     (
         {"prompt": "3 + 3?", "chosen": [*ASKED, says("4")], "rejected": [*ASKED, says("5")]},
         'prompt is "3 . 3.", but the chats of chosen and rejected begin with',

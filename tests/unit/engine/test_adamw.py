@@ -36,19 +36,11 @@ def rates(total_steps, **values):
         ({"schedule": "constant", "warmup_steps": 4}, 6, [2, 4, 6, 8, 8, 8]),
         ({"schedule": "linear", "min_lr_ratio": 0.0}, 5, [8, 6, 4, 2, 0]),
         ({"schedule": "linear", "min_lr_ratio": 0.5}, 5, [8, 7, 6, 5, 4]),
-        (
-            {"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0},
-            7,
-            [4, 8, 8, 6, 4, 2, 0],
-        ),
+        ({"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0}, 7, [4, 8, 8, 6, 4, 2, 0]),
         # 4 (1 + cos(pi t)) at t = 0, 1/3, 2/3, 1
         ({"schedule": "cosine", "min_lr_ratio": 0.0}, 4, [8, 6, 2, 0]),
         ({"schedule": "cosine", "min_lr_ratio": 0.5}, 4, [8, 7, 5, 4]),
-        (
-            {"schedule": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.0},
-            5,
-            [8, 8, 6, 2, 0],
-        ),
+        ({"schedule": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.0}, 5, [8, 8, 6, 2, 0]),
         ({"schedule": "cosine"}, 1, [8]),
         ({"schedule": "wsd"}, 1, [8]),
         ({"schedule": "cosine_with_restarts"}, 1, [8]),

@@ -54,7 +54,7 @@ def test_what_is_left_of_the_step_is_idle_and_never_less_than_nothing():
 def test_the_rank_that_the_others_wait_for_is_named():
     header, *rows = format_table([shares(0, 1.0, 0.6), shares(1, 1.6, 0.0), shares(2, 1.02, 0.58)])
     assert header.split() == [
-        *("rank", "host", "compute", "messages", "copies", "data", "idle", "step"),
+        *("rank", "host", "compute", "messages", "copies", "data", "idle", "step")
     ]
     assert rows[1].split() == ["1", "node-1", "1.600", "0.000", "0.100", "0.050", "0.250", "2.000"]
     [verdict] = rows[3:]

@@ -36,12 +36,7 @@ FAMILIES = (
 RANK = 4
 MOST_TO_PEFT = 1.3  # found: 1.01 to 1.27
 MOST_TO_APART = 1.1  # found: 0.95 to 1.07
-METHODS = {
-    "lora": {},
-    "dropout": {"lora_dropout": 0.2},
-    "dora": {"use_dora": True},
-    "qlora": {},
-}
+METHODS = {"lora": {}, "dropout": {"lora_dropout": 0.2}, "dora": {"use_dora": True}, "qlora": {}}
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
 
 

@@ -162,11 +162,7 @@ def test_the_scaling_that_ranks_are_divided_by_must_be_ours(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"alora_invocation_tokens": [5, 9]},
-        {"lora_bias": True},
-        {"a_field_of_tomorrow": 0.5},
-    ],
+    [{"alora_invocation_tokens": [5, 9]}, {"lora_bias": True}, {"a_field_of_tomorrow": 0.5}],
 )
 def test_what_would_make_of_the_same_tensors_another_adapter_is_refused(tiny, tmp_path, settings):
     stock(tiny).save_pretrained(tmp_path)

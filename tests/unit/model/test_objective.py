@@ -28,10 +28,7 @@ REFERENCE = [[-2.5, -0.5], [-3.0, -2.25]]
 
 def batch_of(counts=COUNTS, desirable=(), kl=0.0):
     pairs = PreferencePairs(
-        torch.tensor(counts),
-        torch.tensor(REFERENCE),
-        torch.tensor(desirable, dtype=torch.bool),
-        kl,
+        torch.tensor(counts), torch.tensor(REFERENCE), torch.tensor(desirable, dtype=torch.bool), kl
     )
     return replace(padding_batch(0), pairs=pairs)
 

@@ -24,11 +24,7 @@ FAMILIES = {
     "deepseek_v32": ({}, {"wq_b", "wk", "weights_proj"}, "o_proj"),  # chooses keys
     "falcon_mamba": ({}, {"out_proj", "x_proj", "dt_proj"}, "in_proj"),
     "jamba": ({}, set(), "out_proj"),  # Mamba 1 with norms between: it calls each projection
-    "qwen3_next": (
-        {},
-        set(),
-        "out_proj",
-    ),  # its linear attention calls it
+    "qwen3_next": ({}, set(), "out_proj"),  # its linear attention calls it
 }
 
 

@@ -18,12 +18,7 @@ from hpc_tune.model.build import build, resolve_dtype
 from hpc_tune.model.experts import find_stacked_experts
 from hpc_tune.plan import memory_model, report
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import (
-    MemorySettings,
-    ModelBytes,
-    PhaseMemory,
-    memory_by_phase,
-)
+from hpc_tune.plan.memory_model import MemorySettings, ModelBytes, PhaseMemory, memory_by_phase
 from hpc_tune.plan.resolve import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
 from tests.support.mixtures import write_mixture
@@ -329,10 +324,7 @@ KINDS = ["sliding_attention", "full_attention"] * 3
     [
         ({"model_type": "gemma2", "num_hidden_layers": 6, "layer_types": KINDS}, None),
         (
-            {
-                "model_type": "gemma3",
-                "text_config": {"num_hidden_layers": 6, "layer_types": KINDS},
-            },
+            {"model_type": "gemma3", "text_config": {"num_hidden_layers": 6, "layer_types": KINDS}},
             "text_config",
         ),
     ],

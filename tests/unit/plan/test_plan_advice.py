@@ -36,10 +36,7 @@ def test_a_number_is_lowered_until_the_run_fits_with_it():
 def test_where_nothing_is_enough_alone_it_is_said_how_much_together_is():
     assert describe_sufficient_remedies(
         [RECOMPUTE, ROWS, MORE], lambda changes: len(changes) == 2
-    ) == [
-        "together: parallel.recompute=full batch.micro_size=20",
-        "more nodes",
-    ]
+    ) == ["together: parallel.recompute=full batch.micro_size=20", "more nodes"]
     assert describe_sufficient_remedies([RECOMPUTE, ROWS], lambda changes: False) == [
         "not even with parallel.recompute=full batch.micro_size=20"
     ]

@@ -153,11 +153,7 @@ def test_405b_on_512_ranks_is_the_arithmetic_of_its_first_stage():
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("rank", "blocks", "extra"),
-    [
-        (0, 16, VOCAB * 16384 // 8),
-        (64, 16, 0),
-        (448, 15, VOCAB * 16384 // 8 + 16384),
-    ],
+    [(0, 16, VOCAB * 16384 // 8), (64, 16, 0), (448, 15, VOCAB * 16384 // 8 + 16384)],
 )
 def test_405b_at_full_depth(rank, blocks, extra):
     report = trace("llama3_405b", 512, "--rank", str(rank))
@@ -180,8 +176,7 @@ def test_the_other_configurations_fit_their_gpus(name, world, most):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "world", "layout"),
-    [("llama3_8b", 8, Layout(8, 1)), ("llama3_70b", 16, Layout(2, 8))],
+    ("name", "world", "layout"), [("llama3_8b", 8, Layout(8, 1)), ("llama3_70b", 16, Layout(2, 8))]
 )
 def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     report = trace(name, world)

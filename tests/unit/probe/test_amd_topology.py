@@ -41,12 +41,7 @@ def shown(folder, gpus, cpus=(0, 1)):
 
 @pytest.mark.parametrize(
     ("gpus", "gfx", "links"),
-    [
-        (MI250X, "gfx90a", 3),
-        (MI300A, "gfx942", 3),
-        (MI300X, "gfx942", 7),
-        (MI355X, "gfx950", 7),
-    ],
+    [(MI250X, "gfx90a", 3), (MI300A, "gfx942", 3), (MI300X, "gfx942", 7), (MI355X, "gfx950", 7)],
 )
 def test_each_gpu_is_found_with_its_architecture_and_links(tmp_path, gpus, gfx, links):
     cpus = () if gpus is MI300A else (0, 1)  # whose CPUs are on the same node as its GPU

@@ -148,11 +148,7 @@ PLANTED = {
         "warning",
         "pinned all 2 ranks of n0 to 1 CPU of 4",
     ),
-    "far from its GPU": (
-        [(1, {"numa_nodes": (1,)})],
-        "warning",
-        "rank 1 on n0 runs on NUMA",
-    ),
+    "far from its GPU": ([(1, {"numa_nodes": (1,)})], "warning", "rank 1 on n0 runs on NUMA"),
     "memlock": ([(2, {"memlock_bytes": 65536})], "error", "n1: a process may lock 64.0 KiB"),
     "open files": ([(0, {"open_files": 64})], "error", "n0: a process may open 64 files, 4 ranks"),
     "full /dev/shm": ([(0, {"shm_free_bytes": 4096})], "error", "n0: /dev/shm has 4.00 KiB of 64"),

@@ -43,10 +43,7 @@ LAYERS = (
     ("__main__",),
 )
 # The only places where a layer knows itself.
-SAME_LAYER = {
-    ("log", "units"),
-    ("probe", "memory"),
-}
+SAME_LAYER = {("log", "units"), ("probe", "memory")}
 # Which files may import a third party, and do: a trailing slash means a whole package of ours.
 OWNERS = {
     "mpi4py": ("world/",),

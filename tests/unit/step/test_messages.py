@@ -70,10 +70,7 @@ def test_all_trained_rank_0_of_tensor_2_x_pipeline_4_sums_up_three_of_ten_blocks
     # forward and two backward, and one of the embedding.
     activations = (3 * 4 + 1) * TOKENS * HIDDEN * 4
     embedding = VOCAB // 2 * HIDDEN * 4  # the first stage's and the last's half are added up
-    assert sent == {
-        "all_reduce": activations + embedding + SCALARS,
-        "send": TOKENS * HIDDEN * 4,
-    }
+    assert sent == {"all_reduce": activations + embedding + SCALARS, "send": TOKENS * HIDDEN * 4}
     assert activations == 425_984
     assert embedding == 32_768
     assert SCALARS == 21

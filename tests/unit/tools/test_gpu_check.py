@@ -50,7 +50,7 @@ def test_a_part_that_fails_stops_no_other_and_its_last_words_are_kept(tmp_path, 
     )
     assert not passed
     assert statuses(told) == {
-        **{"raises": "failed", "tells": "failed", "silent": "failed", "fine": "passed"},
+        **{"raises": "failed", "tells": "failed", "silent": "failed", "fine": "passed"}
     }
     raises, tells, silent, fine = told["parts"]
     assert "the words of its end" in raises["tail"]

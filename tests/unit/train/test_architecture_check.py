@@ -115,7 +115,7 @@ def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
                 "dots3_note",
                 "minimax_m3_vl",
             )
-        ),
+        )
     ],
 )
 def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
@@ -190,8 +190,7 @@ def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.full)],
+    "kind", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.full)]
 )
 def test_linear_attention_is_sliced_though_it_is_computed_whole(kind, monkeypatch):
     """Its last layer is split by outputs: what it reads gets a part of its gradient on a rank."""

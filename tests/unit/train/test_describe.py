@@ -217,11 +217,7 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
 
 @pytest.mark.parametrize(
     ("kind", "device", "seq_len", "is_refused"),
-    [
-        ("opt", "cuda", 65537, True),
-        ("opt", "cuda", 65536, False),
-        ("opt", "cpu", 65537, False),
-    ],
+    [("opt", "cuda", 65537, True), ("opt", "cuda", 65536, False), ("opt", "cpu", 65537, False)],
 )
 def test_rows_whose_mask_a_gpu_would_misread_are_refused(kind, device, seq_len, is_refused):
     model = model_of(kind, True, False, seq_len)

@@ -5,12 +5,7 @@ import math
 import random
 
 import pytest
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.load import load_config

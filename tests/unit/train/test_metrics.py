@@ -9,7 +9,7 @@ from hpc_tune.train.metrics import MetricsWriter
 STEP = StepMetrics(
     **{field.name: None for field in dataclasses.fields(StepMetrics)}
     | {"loss": 1.0, "tokens_per_s": 10.0, "step_s": 2.0, "sent_bytes": {}, "expected_bytes": {}}
-    | {"most_work_s": 0.5, "least_work_s": 0.4, "slowest_rank": 3},
+    | {"most_work_s": 0.5, "least_work_s": 0.4, "slowest_rank": 3}
 )
 
 

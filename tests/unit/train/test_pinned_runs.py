@@ -35,8 +35,7 @@ def as_for_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "objective",
-    [pytest.param(o, marks=() if o in SAMPLE else pytest.mark.full) for o in MATRIX],
+    "objective", [pytest.param(o, marks=() if o in SAMPLE else pytest.mark.full) for o in MATRIX]
 )
 def test_pinned_batches_of_every_objective_have_the_losses_of_others(
     tmp_path, monkeypatch, objective

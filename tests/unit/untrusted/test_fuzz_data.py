@@ -218,10 +218,7 @@ def test_rows_of_parquet(folder, rows):
     prepare_all(folder / "d.parquet")
 
 
-@fuzz(
-    st.lists(st.lists(st.text(max_size=8), min_size=1, max_size=4), max_size=5),
-    few=60,
-)
+@fuzz(st.lists(st.lists(st.text(max_size=8), min_size=1, max_size=4), max_size=5), few=60)
 def test_rows_of_csv(folder, rows):
     with (folder / "d.csv").open("w", newline="", errors="surrogatepass") as file:
         csv.writer(file).writerows([["prompt", "completion", "weight"], *rows])

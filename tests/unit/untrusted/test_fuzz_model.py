@@ -62,10 +62,7 @@ SHORTEST = min(len(FILES[name]) for name in NAMES)
 
 
 @fuzz(
-    st.tuples(
-        st.sampled_from(NAMES),
-        flips(SHORTEST) | st.binary(max_size=40) | JSON,
-    )
+    st.tuples(st.sampled_from(NAMES), flips(SHORTEST) | st.binary(max_size=40) | JSON)
     | changed(TOKENIZER, JSON),
     few=60,
 )

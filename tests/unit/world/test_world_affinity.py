@@ -91,17 +91,9 @@ NEAR = {
         [3, 3, 1, 1, 0, 0, 2, 2],
         [{12, 13}, {14, 15}, {4, 5}, {6, 7}, {0, 1}, {2, 3}, {8, 9}, {10, 11}],
     ),
-    "GPUs at two nodes in turn": (
-        [SIXTEEN] * 4,
-        [2, 0, 2, 0],
-        [{8, 9}, {0, 1}, {10, 11}, {2, 3}],
-    ),
+    "GPUs at two nodes in turn": ([SIXTEEN] * 4, [2, 0, 2, 0], [{8, 9}, {0, 1}, {10, 11}, {2, 3}]),
     "all GPUs at one node": ([SIXTEEN] * 2, [1, 1], [{4, 5}, {6, 7}]),
-    "a mask that has a part of each node": (
-        [mask(2, 3, 4, 5)] * 2,
-        [1, 0],
-        [{4, 5}, {2, 3}],
-    ),
+    "a mask that has a part of each node": ([mask(2, 3, 4, 5)] * 2, [1, 0], [{4, 5}, {2, 3}]),
     "two masks, each split by its own ranks": (
         [LOWER, LOWER, SIXTEEN - LOWER, SIXTEEN - LOWER],
         [1, 0, 3, 2],

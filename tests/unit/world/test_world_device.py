@@ -165,11 +165,7 @@ REFUSED = {
         r"ranks 0, 1, 2 on n0 share 2 GPUs \(a, b\), while its 4 ranks see 4 in all; show each "
         r"rank all GPUs of the job \(without --gpu-bind and --gpus-per-task\)",
     ),
-    "some, by way of another": (
-        ["ab", "b", "a", "cde"],
-        2,
-        r"ranks 0, 1, 2 on n0 share 2 GPUs",
-    ),
+    "some, by way of another": (["ab", "b", "a", "cde"], 2, r"ranks 0, 1, 2 on n0 share 2 GPUs"),
 }
 
 
