@@ -10,7 +10,7 @@ weight other than 1, it is fp32 and holds the weight of each token in the loss.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,8 @@ from hpc_tune.errors import DataError
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-CUT_MARGIN_CHARS = (
-    4096  # this close to the end of a cut text, tokens may differ from the whole text's
-)
+# This close to the end of a cut text, its tokens may differ from the whole text's.
+CUT_MARGIN_CHARS = 4096
 
 
 class Encoder:
@@ -359,7 +358,7 @@ def _cut_text(text: str) -> Iterator[str]:
 
 # -- Pairs and labelled answers -> documents of two sides each.
 #
-#     PreferencePair   chosen and rejected answer -> both sides -> one document
+#     PreferencePair  chosen and rejected answer -> both sides -> one document
 #     LabeledAnswers  an answer, and another row's after the same prompt -> both -> one document
 #
 # Both sides have the same tokens up to the first learned one: otherwise the sums of their
@@ -402,8 +401,8 @@ class PreferenceEncoder:
         self.counters: Counters = self._own.counters
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Block]:
-        """Yield blocks; a labelled answer is joined with an answer of the next row that has another
-        prompt, at the end with one of the first row.
+        """Yield blocks; a labeled answer is joined with an answer of the next row that has another
+        prompt, where the first row comes after the last one.
 
         Raises:
             DataError: for messages if the tokenizer has no chat template that can be parsed.
@@ -569,20 +568,20 @@ def _why_unfit(sides: list[TokensAndMask]) -> str | None:
 
 
 def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Yield each row with the next row that has another prompt, the last ones with the first row,
-    or with None if its prompt is theirs.
+    """Yield each row with the next row that has another prompt, or with None if none has.
 
-    Rows with the same prompt are often adjacent: pairs that were split into labelled answers.
+    After the last row comes the first one again. Rows with the same prompt are often adjacent:
+    pairs that were split into labeled answers.
     """
-    groups = (list(rows) for _, rows in groupby(rows, _prompt_key))
-    first = before = next(groups, None)
-    for group in groups:
-        assert before is not None
-        yield from ((row, group[0]) for row in before)
-        before = group
-    if first is not None and before is not None:
-        is_other = _prompt_key(first[0]) != _prompt_key(before[0])
-        yield from ((row, first[0] if is_other else None) for row in before)
+    groups = (list(group) for _, group in groupby(rows, _prompt_key))
+    first_two = [*islice(groups, 2)]  # at most one of them has the last row's prompt
+    last: list[Row] = []
+    for group in chain(first_two, groups):
+        yield from ((row, group[0]) for row in last)
+        last = group
+    others = (one[0] for one in first_two if _prompt_key(one[0]) != _prompt_key(last[0]))
+    following = next(others, None)
+    yield from ((row, following) for row in last)
 
 
 def _prompt_key(row: Row) -> Any:

@@ -194,7 +194,8 @@ def test_an_answer_to_the_same_prompt_is_no_mismatched_one(as_chat):
     learned = [[own.removesuffix("<|im_end|>") for _, own in sides] for sides in documents]
     assert learned == [["1", "3"], ["2", "3"], ["3", "4"], ["4", "1"], ["5", "1"]]
     assert counters.unmatched == 0
-    for only, others in ((rows[:2], []), ([rows[0], rows[2], rows[1]], ["3", "2"])):
+    ends_as_it_begins = [rows[0], rows[2], rows[3], rows[1]]
+    for only, others in ((rows[:2], []), (ends_as_it_begins, ["3", "4", "2", "3"])):
         documents, counters = sides_of(byte_tokenizer(), only)
         own = [sides[1][1].removesuffix("<|im_end|>") for sides in documents if len(sides) > 1]
         assert own == others
