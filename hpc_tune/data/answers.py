@@ -372,9 +372,8 @@ class AnswerFinder:
         if start is None or not text_as_last_turn.endswith(self._tokens):
             return None
         end = max((token for token in self._tokens if text_as_last_turn.endswith(token)), key=len)
-        stop = self._find_most_similar_end(
-            full_text[:limit], start, text_as_last_turn.removesuffix(end), end
-        )
+        answer = text_as_last_turn.removesuffix(end).rstrip()
+        stop = self._find_most_similar_end(full_text[:limit], start, answer, end)
         names = [call.get("function", call)["name"] for call in calls]
         if stop is None or not any(name in full_text[start:stop] for name in names):
             return None
@@ -384,7 +383,7 @@ class AnswerFinder:
         """Return the end of the ``end`` token whose preceding text is most like ``answer``'s end.
 
         Only tokens in ``text`` after ``start`` count; of equally good ones, the last. None if no
-        text before one ends as ``answer`` does.
+        text before one ends as ``answer`` does, without the whitespace before the token.
         """
         best, most = None, 1
         for token in self.special.finditer(text, start):

@@ -47,6 +47,11 @@ MINIMAX = Family(
     "]~b] [e~[",
     ["\n<call>sky city=Rome</call>[e~[", "Clear.[e~[", "Bye.[e~["],
 )
+MINIMAX_WITH_LINE_END = Family(
+    MINIMAX.template.replace("[e~[", "{{ '\n' if m.tool_calls }}[e~["),
+    MINIMAX.controls,
+    ["\n<call>sky city=Rome</call>\n[e~[", *MINIMAX.learned[1:]],
+)
 # A result lies within the turn that asked for it, which goes on behind it.
 GEMMA_4 = Family(
     ASKED + "{% for m in messages %}{% if m.role == 'user' %}<|turn>user\n{{ m.content }}<turn|>\n"
@@ -96,6 +101,7 @@ DEEPSEEK_V3 = Family(
 FAMILIES = {
     "gpt-oss": GPT_OSS,
     "MiniMax-M2": MINIMAX,
+    "MiniMax-M2 with a line end before the token": MINIMAX_WITH_LINE_END,
     "Gemma 4": GEMMA_4,
     "GLM-4.5": GLM_4,
     "DeepSeek-V3: arguments as text": DEEPSEEK_V3,
