@@ -40,8 +40,8 @@ _REMARKS = {
     "cut_prompts": "prompts cut from the left, for the answers to fit into seq_len",
     "cut_others": "prompts cut from the left before the answer of another row, by which KTO"
     " estimates how far the model has moved",
-    "unpaired": "pairs taken as two labelled answers each",
-    "unmatched": "labelled answers without another row's answer to the same prompt, by which KTO"
+    "unpaired": "pairs taken as two labeled answers each",
+    "unmatched": "labeled answers without another row's answer to the same prompt, by which KTO"
     " estimates how far the model has moved",
 }
 # Counted only for preferences.

@@ -356,7 +356,7 @@ def _cut_text(text: str) -> Iterator[str]:
         at = stop
 
 
-# -- Pairs and labelled answers -> documents of two sides each.
+# -- Pairs and labeled answers -> documents of two sides each.
 #
 #     PreferencePair  chosen and rejected answer -> both sides -> one document
 #     LabeledAnswers  an answer, and another row's after the same prompt -> both -> one document
@@ -364,7 +364,7 @@ def _cut_text(text: str) -> Iterator[str]:
 # Both sides have the same tokens up to the first learned one: otherwise the sums of their
 # log-probabilities would belong to different prompts. If both sides of a pair together are longer
 # than ``seq_len``, their prompt is cut from the left, on both sides alike; answers are never cut.
-# The sides of a labelled answer are never in one row, and each is cut by itself.
+# The sides of a labeled answer are never in one row, and each is cut by itself.
 
 
 _SAME_ANSWERS = "the two answers are the same to the model"
@@ -374,14 +374,14 @@ _ANSWERS_TOO_LONG = "the answers leave no room in seq_len for a token of the pro
 
 @dataclass(frozen=True)
 class _RenderedSides:
-    """The sides of a document as text. Labelled answers have a ``label``, and one or two sides."""
+    """The sides of a document as text. Labeled answers have a ``label``, and one or two sides."""
 
     sides: tuple[RenderedText, ...]
     label: bool | None = None
 
 
 class PreferenceEncoder:
-    """Turns pairs or labelled answers into blocks of documents; counts what it cuts and drops."""
+    """Turns pairs or labeled answers into blocks of documents; counts what it cuts and drops."""
 
     def __init__(self, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn) -> None:
         """Take a fast tokenizer.
@@ -419,14 +419,14 @@ class PreferenceEncoder:
         yield from self._make_blocks(held)
 
     def _render_row(self, row: Row, following: Row | None) -> Iterator[_RenderedSides]:
-        """Render a row; ``following`` gives the mismatched answers if the row is labelled."""
+        """Render a row; ``following`` gives the mismatched answers if the row is labeled."""
         if isinstance(row, PreferencePair):
             self.counters.examples += 1
             chosen = self._render(row.chosen)
             if chosen and (rejected := self._render(row.rejected)):
                 yield _RenderedSides((chosen, rejected))
             return
-        assert isinstance(row, LabeledAnswers), "rows of preferences are pairs or labelled answers"
+        assert isinstance(row, LabeledAnswers), "rows of preferences are pairs or labeled answers"
         self.counters.unpaired += len(row.answers) > 1
         others = following.answers if isinstance(following, LabeledAnswers) else ()
         for number, (answer, label) in enumerate(zip(row.answers, row.labels, strict=True)):
@@ -466,7 +466,7 @@ class PreferenceEncoder:
         tokens = np.concatenate([tokens for made in documents for tokens, _ in made])
         mask = np.concatenate([mask for made in documents for _, mask in made])
         self.counters.documents += len(documents)
-        # Only the first side of a labelled answer, its own, is learned.
+        # Only the first side of a labeled answer, its own, is learned.
         counted = [side for made in documents for side in made[: 2 if labels is None else 1]]
         self.counters.tokens += sum(len(tokens) for tokens, _ in counted)
         self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in counted)
@@ -489,7 +489,7 @@ class PreferenceEncoder:
         return fitting
 
     def _fit_labeled_answer(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:
-        """Return the sides of a labelled answer, cut to fit; only its own if the other does not."""
+        """Return the sides of a labeled answer, cut to fit; only its own if the other does not."""
         own, other = sides[:1], sides[1:]
         why = _why_unfit(own)
         fitting = None if why else self._fit_sides(own)

@@ -163,7 +163,7 @@ class Prefetcher:
 
 PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
-# A pair takes 25 bytes more, and has at least 4 tokens. A labelled answer has at least 2 tokens,
+# A pair takes 25 bytes more, and has at least 4 tokens. A labeled answer has at least 2 tokens,
 # and the mismatched answers may take as much again.
 BYTES_PER_TOKEN_OF_FORM: dict[Form, int] = {
     "answers": BYTES_PER_TOKEN,

@@ -2,10 +2,10 @@
 
     row number -> documents (order.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
-For pairs, the chosen answer is followed by the rejected one in the same row. For labelled answers,
+For pairs, the chosen answer is followed by the rejected one in the same row. For labeled answers,
 the batch holds the rows' own answers, and ``mismatched`` other rows' answers to the same prompts.
 
-Shapes: B rows, T tokens per row, P pairs or labelled answers.
+Shapes: B rows, T tokens per row, P pairs or labeled answers.
 """
 
 import math
@@ -79,7 +79,7 @@ def count_tokens(store: TokenStore, document_limit: int | None = None) -> tuple[
 
 
 def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
-    """Return a document's loss mask; for a labelled answer, that of its own side."""
+    """Return a document's loss mask; for a labeled answer, that of its own side."""
     return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]
 
 

@@ -210,7 +210,7 @@ def to_pair(record: Any) -> PreferencePair:
 
 
 def to_labeled_answers(record: Any) -> LabeledAnswers:
-    """Turn a record into labelled answers.
+    """Turn a record into labeled answers.
 
     Raises:
         WrongRecord: if it has no valid ones.
@@ -503,7 +503,7 @@ def _add_answer(
 def _read_labeled_answer(
     example: Any, record: dict[str, Any], covers_round: bool
 ) -> Chat | Completion:
-    """Return a labelled answer; nothing before it is learned.
+    """Return a labeled answer; nothing before it is learned.
 
     In a chat, the answer is the last message, or if ``covers_round`` all messages after the
     user's last (ms-swift). Beside a prompt, it is the whole completion (trl).
@@ -556,7 +556,7 @@ def _has_content(message: dict[str, Any]) -> bool:
     return not all(is_unset(value) for value in (text, *others))
 
 
-# -- What kto needs of labelled answers: both kinds of them, with about the same total weight.
+# -- What kto needs of labeled answers: both kinds of them, with about the same total weight.
 
 
 # The total weight of the good answers over that of the others should be within these limits

@@ -45,7 +45,7 @@ from hpc_tune.units import format_bytes
 
 VERIFIED_FILE = "data-verified.json"
 HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then a form's own
-# Earlier versions packed the same labelled answers into other rows: such a run cannot resume.
+# Earlier versions packed the same labeled answers into other rows: such a run cannot resume.
 _LABELS_SALT = b"each side by itself"
 _LARGE_BYTES = 1 << 30
 _PIECE_ELEMENTS = 1 << 22
@@ -152,7 +152,7 @@ MAX_UNSORTED_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sor
 class Block:
     """Documents one after the other: lengths [documents], tokens and loss mask [their sum].
 
-    Preferences also have ``borders`` [documents], the tokens of their first sides, and labelled
+    Preferences also have ``borders`` [documents], the tokens of their first sides, and labeled
     answers ``labels`` [documents]. ``loss_weights`` [tokens], if documents have weights, are 0
     where a token is not learned, like the loss mask.
     """
@@ -191,7 +191,7 @@ def write_store(
 ) -> None:
     """Write documents to ``path``; ``histogram``: how many there are of each packed length.
 
-    ``num_tokens``: of all documents, if these lengths do not add up to it (labelled answers).
+    ``num_tokens``: of all documents, if these lengths do not add up to it (labeled answers).
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left, and what was at ``path`` before is untouched.

@@ -295,7 +295,7 @@ def test_the_two_answers_of_a_pair_take_those_of_the_next_pair():
     texts = [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents]
     assert texts == [["q0 c0", "q0 c1"], ["q0 r0", "q0 r1"], ["q1 c1", "q1 c0"], ["q1 r1", "q1 r0"]]
     assert (counters.examples, counters.unpaired) == (4, 2)
-    assert "2 pairs taken as two labelled answers each" in str(counters)
+    assert "2 pairs taken as two labeled answers each" in str(counters)
 
 
 def test_blocks_do_not_change_the_documents(monkeypatch):
