@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_tune.autotune.candidates import (
     Candidate,
     legal_layouts,
@@ -100,11 +102,10 @@ class Measurements:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             links = tree["links"]
-            pairs = [
+            links["pairs"] = tuple(
                 Link(**{**p, "ranks": tuple(p["ranks"]), "nodes": tuple(p["nodes"])})
                 for p in links["pairs"]
-            ]
-            links["pairs"] = tuple(pairs)
+            )
             links["collectives"] = tuple(CollectiveTime(**c) for c in links["collectives"])
             links["order"] = tuple(links["order"]) if links.get("order") else None
             compute = Compute(**tree["compute"]) if tree.get("compute") else None
@@ -120,13 +121,11 @@ def measurements_from_data_sheet(cluster: Cluster, nodes: int, node_ranks: int) 
     ranks = tuple(rank // node_ranks for rank in range(nodes * node_ranks))
     pairs = []
     if node_ranks > 1:
-        pairs.append(
-            Link((0, 1), (0, 0), cluster.intra_node_latency_s, cluster.intra_node_bytes_per_s)
-        )
+        speed = cluster.intra_node_latency_s, cluster.intra_node_bytes_per_s
+        pairs.append(Link((0, 1), (0, 0), *speed))
     if nodes > 1:
-        between = cluster.inter_node_latency_s, cluster.inter_node_bytes_per_s
-        first = Link((0, node_ranks), (0, 1), *between)
-        pairs.append(first)
+        speed = cluster.inter_node_latency_s, cluster.inter_node_bytes_per_s
+        pairs.append(Link((0, node_ranks), (0, 1), *speed))
     return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.lanes))
 
 
@@ -241,8 +240,9 @@ def search_layout(
     shared: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share:
         shared = row_sharing_layouts(layouts, built.config, work.global_rows, near)
-    places = asked, config.batch, work, machine, compute, network
-    legal = predict_candidates(layouts + shared[0], *places)
+
+    def predict(layouts: list[Layout]) -> list[Candidate]:
+        return predict_candidates(layouts, asked, config.batch, work, machine, compute, network)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
         parallel = with_layout(asked, candidate.layout)
@@ -251,13 +251,13 @@ def search_layout(
 
     def with_micro_rows(candidate: Candidate, rows: int) -> Candidate:
         settings = asked.model_copy(update={"reshard": candidate.reshard})
-        where = (candidate.layout, candidate.ranks, settings, rows)
-        time = step_time(work, *where, compute, network)
+        time = step_time(work, candidate.layout, candidate.ranks, settings, rows, compute, network)
         return replace(candidate, micro_rows=rows, time=time)
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
     search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
-    rows, refused = search.fastest_that_fit(legal, lambda: predict_candidates(shared[1], *places))
+    legal = predict(layouts + shared[0])
+    rows, refused = search.fastest_that_fit(legal, partial(predict, shared[1]))
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     layout_without_auto = next((c for c in legal if c.layout == layout), None)
     single_rank = next((c for c in legal if c.layout.size == 1), None)
@@ -519,19 +519,17 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     assert ordered is not None, "all ranks are in it"
     ordered = ordered.with_step_timeout()
     links = replace(links, collectives=measure_collectives(ordered), order=order)
-    network, seq_len = Network.from_links(links, nodes), config.data.seq_len
+    network = Network.from_links(links, nodes)
     dtype = resolve_dtype(config.model.dtype, ordered.device)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
-        sections = (config.parallel, config.optim)
-        models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
+        seq_len, room = config.data.seq_len, machine.bytes_per_rank
+        models = BlockModels(shape, config.parallel, config.optim, seq_len, ordered, room)
         rows = min_micro_rows(config.batch)
         with_tensor = allows_tensor_parallel(config.tune, config.train)
         compute = measure_compute(models, rows, network, order, with_tensor)
     trim_heap()
     if comm.device.type == "cuda":
-        import torch
-
         torch.cuda.empty_cache()
     return Measurements(nodes, links, compute), ordered
 
