@@ -87,9 +87,8 @@ class RenderedChat:
         """Return where the content after message ``number`` begins, or ``full_text`` ends."""
         if number + 1 == len(self.messages):
             return len(self.full_text)
-        before, found, _ = (self.render(self.messages_with_sentinel(number + 1)) or "").partition(
-            SENTINEL
-        )
+        text = self.render(self.messages_with_sentinel(number + 1)) or ""
+        before, found, _ = text.partition(SENTINEL)
         return len(os.path.commonprefix([self.full_text, before])) if found else len(self.full_text)
 
     @cached_property
@@ -139,10 +138,10 @@ class SpecialTokenEscapes:
         self._number = {text: number for number, text in enumerate(self._typed)}
         self._all = longest_match_pattern(self._typed)
         others = [text for text in self._typed if not _REASONING.search(text)]
-        self._but_reasoning = longest_match_pattern(others)
+        self._all_but_reasoning = longest_match_pattern(others)
         own = {text for text in others if text != ESCAPE and text not in turn_tokens}
-        self._but_own = longest_match_pattern([text for text in others if text not in own])
-        self._own = longest_match_pattern(sorted(own))
+        self._all_but_own = longest_match_pattern([text for text in others if text not in own])
+        self._own_tokens = longest_match_pattern(sorted(own))
         last = chr(_FIRST + len(self._typed) - 1)
         self._escaped = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
@@ -161,10 +160,10 @@ class SpecialTokenEscapes:
 
     def _hide_special_tokens_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
         text = message.get("content")
-        self._counters.own_controls += len(self._own.findall(text)) if text else 0
+        self._counters.own_controls += len(self._own_tokens.findall(text)) if text else 0
         return {
             key: self.hide_special_tokens(
-                value, self._but_own if key == "content" else self._but_reasoning
+                value, self._all_but_own if key == "content" else self._all_but_reasoning
             )
             for key, value in message.items()
         }
@@ -178,11 +177,9 @@ class SpecialTokenEscapes:
                 self.hide_special_tokens(key, typed): self.hide_special_tokens(item, typed)
                 for key, item in value.items()
             }
-        return (
-            [self.hide_special_tokens(item, typed) for item in value]
-            if isinstance(value, list)
-            else value
-        )
+        if isinstance(value, list):
+            return [self.hide_special_tokens(item, typed) for item in value]
+        return value
 
     def split(self, text: str) -> Iterator[tuple[str, str | None]]:
         """Yield a text in pieces: (piece, None), or for an escape (escape, what was typed)."""
@@ -330,10 +327,8 @@ class AnswerFinder:
         substituted = chat.messages_with_sentinel(number)
         text_as_last_turn = chat.text_after_sentinel(substituted)
         last = text_as_last_turn.rstrip()  # tool calls
-        for follower in [
-            *([SENTINEL_TOOL_RESULT] if messages[number].get("tool_calls") else []),
-            SENTINEL_QUESTION,
-        ]:
+        followers = [SENTINEL_TOOL_RESULT] if messages[number].get("tool_calls") else []
+        for follower in [*followers, SENTINEL_QUESTION]:
             followed = chat.text_after_sentinel([*substituted, follower])
             found = self._next_special.match(followed, len(last))
             if found and followed.startswith(last):
@@ -439,9 +434,8 @@ class AnswerFinder:
         first = self._next_special.match(text_after)
         rest = text_after[first.end() :] if first else text_after
         stop = len(full_text) - len(rest)
-        return (
-            stop if full_text.endswith(rest) and full_text[:stop].endswith(self._tokens) else None
-        )
+        is_end = full_text.endswith(rest) and full_text[:stop].endswith(self._tokens)
+        return stop if is_end else None
 
     def _shared_end_length(self, chat: RenderedChat, number: int, text_after: str) -> int:
         """Return the length of the special token that begins ``text_after`` if it also ends other

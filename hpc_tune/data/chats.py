@@ -141,7 +141,6 @@ class Renderer:
             DataError: if the chat is more than that, or the template refuses or misrenders it.
         """
         if not self._templates:
-            texts = [str(message.get("content") or "") for message in chat.messages]
             if chat.tools or [m["role"] for m in chat.messages] not in (
                 ["user"],
                 ["system", "user"],
@@ -151,6 +150,7 @@ class Renderer:
                     "takes a prompt, with or without a system prompt, and neither tools nor "
                     "further turns"
                 )
+            texts = [str(message.get("content") or "") for message in chat.messages]
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
         typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
@@ -365,30 +365,23 @@ class Renderer:
             if not is_unlearned:
                 learned.append(span)
                 weights.append(chat.weights[number])
-        spans_of_all = [*learned, (at, len(full_text))]
-        return RenderedText(
-            full_text, spans_of_all, weights=_drop_weights_if_all_one([*weights, chat.weight])
-        )
+        learned.append((at, len(full_text)))
+        weights.append(chat.weight)
+        return RenderedText(full_text, learned, weights=_drop_weights_if_all_one(weights))
 
     def _render_plain(self, example: Completion) -> RenderedText | str:
-        prompt = (
-            f"{example.system}\n\n{example.plain_prompt}"
-            if example.system
-            else example.plain_prompt
-        )
-        text = prompt + example.completion
-        shift = len(prompt) - len(example.plain_prompt)
-        spans = [(shift + start, shift + stop) for start, stop in example.plain_answers]
-        spans.append((len(prompt), len(text)))
         if not example.completion.strip():
             return "empty answer"
-        marks: dict[str, Any] = {"is_plain": True, "bos": True, "eos": True}
-        if self._loss_on == "all":
-            return RenderedText(
-                text, None, weights=_drop_weights_if_all_one([example.weight]), **marks
-            )
-        weights = _drop_weights_if_all_one([example.weight] * len(spans))
-        return RenderedText(text, spans, weights=weights, **marks)
+        before = f"{example.system}\n\n" if example.system else ""
+        prompt = before + example.plain_prompt
+        text = prompt + example.completion
+        spans = None
+        if self._loss_on == "answers":
+            shift = len(before)
+            spans = [(shift + start, shift + stop) for start, stop in example.plain_answers]
+            spans.append((len(prompt), len(text)))
+        weights = _drop_weights_if_all_one([example.weight] * (1 if spans is None else len(spans)))
+        return RenderedText(text, spans, is_plain=True, bos=True, eos=True, weights=weights)
 
     def _apply_template(
         self,

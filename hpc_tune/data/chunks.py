@@ -96,10 +96,8 @@ class MegatronIndex:
         Shape [stop - start + 1].
         """
         sequences = self.first_sequences(start, stop + 1)
-        sequence_byte_offsets = self.sequence_byte_offsets(
-            int(sequences[0]), int(sequences[-1]) + 1
-        )
-        return sequence_byte_offsets[sequences - sequences[0]]
+        offsets = self.sequence_byte_offsets(int(sequences[0]), int(sequences[-1]) + 1)
+        return offsets[sequences - sequences[0]]
 
     def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
         file = megatron_index_path(self.data)
@@ -174,8 +172,7 @@ def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> lis
     if (size := data.stat().st_size) != last:
         raise DataError(
             f"{data} has {size:,} bytes, but {megatron_index_path(data).name} describes {last:,}: "
-            "one "
-            f"of them is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
+            f"one of them is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
         )
     if not last:
         return []
@@ -259,12 +256,10 @@ def _is_heldout(name: str) -> bool:
 
 def _module_files(name: str) -> list[tuple[str, Path]]:
     """Return (dotted module name, source file) of a top-level module, sorted."""
-    if (_STDLIB_ROOT / f"{name}.py").is_file():
-        return [(name, _STDLIB_ROOT / f"{name}.py")]
+    if (file := _STDLIB_ROOT / f"{name}.py").is_file():
+        return [(name, file)]
     sources = []
-    for path in (
-        sorted((_STDLIB_ROOT / name).rglob("*.py")) if (_STDLIB_ROOT / name).is_dir() else []
-    ):
+    for path in sorted((_STDLIB_ROOT / name).rglob("*.py")):
         parts = path.relative_to(_STDLIB_ROOT).with_suffix("").parts
         if not _SKIPPED_FOLDERS.intersection(parts):
             sources.append((".".join(parts).removesuffix(".__init__"), path))
@@ -363,11 +358,9 @@ def read_chunk(
         try:
             example = read_example(row, reading, findings)
         except WrongRecord as error:
-            problem = (
-                f"{_describe_position(chunk, position)}: {error}"
-                if findings.has_room_for_bad_row
-                else ""
-            )
+            problem = ""
+            if findings.has_room_for_bad_row:
+                problem = f"{_describe_position(chunk, position)}: {error}"
             if reading.bad_rows == "refuse":
                 raise DataError(problem + _advise_on_bad_row(problem, reading, is_first)) from error
             findings.count_bad_row(problem)
@@ -425,13 +418,10 @@ def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
 
 def _list_files(paths: Paths) -> list[Path]:
     """Return the files of a source, including the index of each Megatron .bin."""
-    return [
-        file
-        for found in find_files(paths).files
-        for file in (
-            [found, megatron_index_path(found)] if find_kind(found) == "megatron" else [found]
-        )
-    ]
+    files = []
+    for file in find_files(paths).files:
+        files += [file, megatron_index_path(file)] if find_kind(file) == "megatron" else [file]
+    return files
 
 
 def _builtin_modules(path: str) -> list[str]:

@@ -65,7 +65,7 @@ class Encoder:
         self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = [number for number, token in added.items() if token.special]
-        self._are_special_text = splits_special_tokens(tokenizer)
+        self._splits_special_tokens = splits_special_tokens(tokenizer)
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
@@ -138,17 +138,17 @@ class Encoder:
             self.counters.examples += not isinstance(example, Text) or example.begins
             if isinstance(example, Tokens):
                 yield example
-                continue
-            rendered: RenderedText | str
-            if isinstance(example, Text):
-                marks = {"bos": example.begins, "eos": example.ends}
-                weights = () if example.weight == 1 else (example.weight,)
-                rendered = RenderedText(
-                    example.text, None, is_plain=True, split=True, weights=weights, **marks
+            elif isinstance(example, Text):
+                yield RenderedText(
+                    example.text,
+                    None,
+                    is_plain=True,
+                    bos=example.begins,
+                    eos=example.ends,
+                    split=True,
+                    weights=() if example.weight == 1 else (example.weight,),
                 )
-            else:
-                rendered = self._renderer.render(example)
-            if isinstance(rendered, str):
+            elif isinstance(rendered := self._renderer.render(example), str):
                 self.counters.count_dropped(rendered)
             else:
                 yield rendered
@@ -158,9 +158,8 @@ class Encoder:
         short: list[RenderedText] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
-                if short and self._special_tokens_are_text(
-                    short[0]
-                ) != self._special_tokens_are_text(item):
+                as_text = self._special_tokens_are_text(item)
+                if short and self._special_tokens_are_text(short[0]) != as_text:
                     yield from self._encode_short_texts(short)
                     short = []
                 short.append(item)
@@ -172,7 +171,7 @@ class Encoder:
 
     def _special_tokens_are_text(self, item: RenderedText) -> bool:
         """Whether special tokens in a text are tokenized as text; a template's never are."""
-        return item.is_plain and self._are_special_text
+        return item.is_plain and self._splits_special_tokens
 
     def _encode_batch(self, texts: list[str], as_text: bool) -> list[Any]:
         self._backend.encode_special_tokens = as_text

@@ -227,7 +227,8 @@ def _find_in_folder(folder: Path) -> FoundFiles:
         unread = [(f, others.get(f, beside)) for f in files if f not in kept]
     else:
         held_out = _find_held_out(files, folder)
-        kept = _require_one_configuration(folder, [file for file in files if file not in held_out])
+        kept = [file for file in files if file not in held_out]
+        _require_one_configuration(folder, kept)
         unread = [(file, _HELD_OUT_REASON) for file in held_out]
     _require_all_parts(folder, kept)
     _refuse_copies(folder, kept)
@@ -346,8 +347,8 @@ def _is_held_out(file: Path, folder: Path) -> bool:
     return False
 
 
-def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
-    """Return ``files`` if they belong together; the hub puts each configuration into a folder.
+def _require_one_configuration(folder: Path, files: Sequence[Path]) -> None:
+    """Check that files belong together; the hub puts each configuration into a folder.
 
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
@@ -359,7 +360,6 @@ def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
             f"of them in a list: data.path={' or '.join(choices[:_MAX_NAMES])}"
         )
-    return files
 
 
 def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
@@ -456,9 +456,8 @@ def _advise_instead(name: str) -> str:
     if is_hub or "://" in name:
         return (
             f"{not_in_cache_hint(name, 'dataset')}; a run downloads nothing, because compute nodes "
-            "have "
-            "no internet. Fetch data on the login node (from the Hugging Face hub: hf download "
-            "--repo-type dataset NAME --local-dir DIR) and name its file or folder"
+            "have no internet. Fetch data on the login node (from the Hugging Face hub: hf "
+            "download --repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )
     parts = [part.strip() for part in name.split(",")]
     if len(parts) > 1 and all(Path(part).exists() for part in parts):

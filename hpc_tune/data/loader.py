@@ -14,9 +14,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.data import Form
@@ -27,10 +28,6 @@ from hpc_tune.data.packed_rows import PackedRows, Rows, make_micro_batches
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.world.device import set_thread_device
-
-if TYPE_CHECKING:
-    import torch
-
 
 # -- Prefetches steps in one background thread, under a byte budget.
 
@@ -285,7 +282,7 @@ class Loader:
         """Discard prefetched steps, after something that they contain has changed."""
         self._prefetcher.restart(self._rows)
 
-    def pin_batches(self, gpu: "torch.device") -> None:
+    def pin_batches(self, gpu: torch.device) -> None:
         """Build steps in pinned memory from now on, for a GPU to copy them while it computes."""
         self._pins_for = gpu
         self._prefetcher.restart(self._rows)

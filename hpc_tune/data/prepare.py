@@ -170,11 +170,13 @@ def tokenize_chunks(
     work.parts.mkdir(parents=True, exist_ok=True)
     numbers = range(ranks.rank, len(work.chunks), ranks.size)
     settings = work.settings
-    of_tokenizer = tokenizer, settings.seq_len, settings.loss_on
     with _limit_tokenizer_threads(ranks.threads):
         for done, number in enumerate(numbers, 1):
             if not zipfile.is_zipfile(work.part_file(number)):
-                _write_part(work, number, make_encoder(settings.reading.form, *of_tokenizer))
+                encoder = make_encoder(
+                    settings.reading.form, tokenizer, settings.seq_len, settings.loss_on
+                )
+                _write_part(work, number, encoder)
             if report is not None:
                 report(done, len(numbers))
 

@@ -299,7 +299,7 @@ BATCH_ROWS = 256
 BATCH_BYTES = 4 << 20
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
-_CSV_HEADER_ROWS = 1  # header rows
+_CSV_HEADER_ROWS = 1
 _NUMERIC_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
 _ARROW_FILE_MAGIC = b"ARROW1"
 
