@@ -31,21 +31,17 @@ _Histogram = tuple[np.ndarray, np.ndarray, Indexed]
 
 
 def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _Histogram:
-    """Return sizes (rising), how many documents have each, and document numbers in that order.
-
-    With ``document_limit``, a permutation of all numbers selects that many documents: always the
-    same ones.
-    """
-    if document_limit is None or document_limit >= store.num_documents:
+    """Return sizes (rising), how many documents have each, and document numbers in that order."""
+    numbers = _used_documents(store, document_limit)
+    if numbers is None:
         return store.length_values, store.length_counts, store.by_length
-    numbers = select_documents(store.num_documents, document_limit)
     packed_lengths = store.packed_lengths(0, store.num_documents)[numbers]
     values, counts = np.unique(packed_lengths, return_counts=True)
     return values, counts, numbers[np.argsort(packed_lengths, kind="stable")]
 
 
 def select_documents(num_documents: int, document_limit: int) -> np.ndarray:
-    """Return the numbers of ``document_limit`` documents, rising, int64."""
+    """Return the numbers of ``document_limit`` documents, rising, int64; always the same ones."""
     shuffle = Shuffle(num_documents, "limit")
     return np.sort(np.array([shuffle(at) for at in range(document_limit)], dtype=np.int64))
 
@@ -55,27 +51,32 @@ def count_learned_tokens(store: TokenStore, seq_len: int, document_limit: int | 
 
     Masks are read if the file's own count includes other documents, or longer ones.
     """
-    is_whole = document_limit is None or document_limit >= store.num_documents
-    if is_whole and store.length_values[-1] <= seq_len:
-        return store.attributes.counters.loss_tokens
-    if not is_whole:
-        masks = (
-            _learned_mask(store, int(n))
-            for n in select_documents(store.num_documents, document_limit or 0)
-        )
+    numbers = _used_documents(store, document_limit)
+    if numbers is not None:
+        masks = (_learned_mask(store, int(number)) for number in numbers)
         return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
+    if store.length_values[-1] <= seq_len:
+        return store.attributes.counters.loss_tokens
     return sum(_count_learned_by_piece(store, seq_len))
 
 
 def count_tokens(store: TokenStore, document_limit: int | None = None) -> tuple[int, int]:
     """Return how many tokens the used documents have, and how many of them are learned."""
-    if document_limit is None or document_limit >= store.num_documents:
+    numbers = _used_documents(store, document_limit)
+    if numbers is None:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
     tokens = learned = 0
-    for number in select_documents(store.num_documents, document_limit):
+    for number in numbers:
         mask = _learned_mask(store, int(number))
         tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
     return tokens, learned
+
+
+def _used_documents(store: TokenStore, document_limit: int | None) -> np.ndarray | None:
+    """Return the numbers of the documents that are used, rising; None if all are."""
+    if document_limit is None or document_limit >= store.num_documents:
+        return None
+    return select_documents(store.num_documents, document_limit)
 
 
 def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
