@@ -158,23 +158,22 @@ def _choose_split(splits: dict[str, list[Path]]) -> str:
 def _find_configurations(folder: Path, find_held_out: FindHeldOut) -> Iterator[Configuration]:
     configs = _read_header(folder / CARD_FILE).get("configs")
     for config in configs if isinstance(configs, list) else []:
-        patterns: dict[str, list[Any]] = {}
-        if isinstance(config, dict) and config.get("data_files"):
-            patterns = _read_patterns(config["data_files"])
-        elif isinstance(config, dict) and config.get("data_dir"):
-            patterns = {"train": [f"{config['data_dir']}/**/*"]}
+        if not isinstance(config, dict):
+            continue
+        data_files, data_dir = config.get("data_files"), config.get("data_dir")
+        if not data_files and not data_dir:
+            continue
+        patterns = _read_patterns(data_files) if data_files else {"train": [f"{data_dir}/**/*"]}
         splits = {
             split: sorted({file for path in paths for file in _match_files(folder, path)})
             for split, paths in patterns.items()
         }
-        if patterns and not config.get("data_files"):
+        if not data_files:
             others = find_held_out(splits["train"])
             splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
-        if patterns:
-            name = str(config.get("config_name") or "default")
-            yield Configuration(
-                name, bool(config.get("default")) or name == "default", splits, patterns
-            )
+        name = str(config.get("config_name") or "default")
+        is_default = bool(config.get("default")) or name == "default"
+        yield Configuration(name, is_default, splits, patterns)
 
 
 def _read_header(card: Path) -> dict[str, Any]:

@@ -413,9 +413,9 @@ class PreferenceEncoder:
                 held.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
             if num_chars >= BATCH_CHARS:
-                yield from self._make_blocks(held)
+                yield from self._make_block(held)
                 held, num_chars = [], 0
-        yield from self._make_blocks(held)
+        yield from self._make_block(held)
 
     def _render_row(self, row: Row, following: Row | None) -> Iterator[_RenderedSides]:
         """Render a row; ``following`` gives the mismatched answers if the row is labeled."""
@@ -448,7 +448,7 @@ class PreferenceEncoder:
         self.counters.count_dropped(rendered)
         return None
 
-    def _make_blocks(self, items: list[_RenderedSides]) -> Iterator[Block]:
+    def _make_block(self, items: list[_RenderedSides]) -> Iterator[Block]:
         """Yield the documents of some items as one block."""
         texts = [side for item in items for side in item.sides]
         sides = iter(self._own.tokenize(texts) if texts else [])

@@ -49,7 +49,7 @@ import numpy as np
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.files import Paths, join_paths
+from hpc_tune.data.files import KNOWN_KINDS_TEXT, Paths, join_paths
 from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
 from hpc_tune.files import why_pointer_file
@@ -464,7 +464,7 @@ def _require_format(path: Path) -> None:
     if start != HDF5_MAGIC:
         raise DataError(
             f"{path} is not an HDF5 file (it starts with {start!r}); data.path takes a file made by"
-            " `python -m hpc_tune prepare`, or raw data as .jsonl, .parquet, .txt or .md"
+            f" `python -m hpc_tune prepare`, or raw data as {KNOWN_KINDS_TEXT}"
         )
     if not intact:
         raise DataError(

@@ -4,7 +4,7 @@
     tokenize_chunks   rank r      chunks r, r + size, ... -> one part file (.npz) each
     join_parts        rank 0      parts in order of the chunks -> the HDF5 file; removes the folder
 
-If a step fails on one rank, all ranks raise (the caller's ``Ranks.run_and_agree``). The folder's
+If a step fails on one rank, all ranks raise (``PreparingRanks.run_and_agree``). The folder's
 name holds a hash of the data and the settings, so that complete parts of a killed run are used by
 the next one, on any number of ranks, and never by a run with other settings.
 
