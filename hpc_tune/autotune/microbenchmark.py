@@ -137,12 +137,12 @@ def measure_compute(
         sync_s = _small_all_reduce_s(comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES))
     tokens = batch.num_tokens
     return Compute(
-        block_s / tokens,
-        max(0.0, seconds[FEW_BLOCKS] - FEW_BLOCKS * block_s) / tokens,
-        _update_s_per_value(comm, models.optim),
-        unshard_s,
-        sync_s,
-        max(1.0, seconds[MORE_BLOCKS] / alone_s),
+        block_s=block_s / tokens,
+        head_s=max(0.0, seconds[FEW_BLOCKS] - FEW_BLOCKS * block_s) / tokens,
+        update_s=_update_s_per_value(comm, models.optim),
+        unshard_s=unshard_s,
+        sync_s=sync_s,
+        sharing=max(1.0, seconds[MORE_BLOCKS] / alone_s),
         overlaps=comm.device.type == "cuda",
         host_copy_s=_host_copy_s_per_byte(comm) if models.parallel.offload_activations else 0.0,
     )

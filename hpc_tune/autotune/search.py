@@ -140,7 +140,11 @@ def compute_from_data_sheet(
     # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
     return Compute(
-        *(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S),
+        block_s=block / speed,
+        head_s=head / speed,
+        update_s=28 * memory_s,
+        unshard_s=3 * memory_s,
+        sync_s=_SYNC_S,
         overlaps=True,
         host_copy_s=1 / cluster.host_bytes_per_s,
     )

@@ -34,9 +34,9 @@ LossOn = Literal["answers", "all"]
 AnswerSpans = tuple[Span, ...] | None
 # What a template may raise if it cannot render the messages.
 TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
-)
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError,
+    NameError, RuntimeError, SyntaxError,
+)  # fmt: skip
 _MAX_REASON_CHARS = 120
 # Existing prepared files hold this text as a key of counts; it means special tokens.
 _ASCII_JSON_REASON = "the chat template writes a typed control token as JSON in ASCII"

@@ -142,12 +142,10 @@ def _as_completion(prompt: Messages) -> Completion | None:
 
 
 _TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
+_SYSTEM_FIELDS = ("system", "system_prompt")
+_FURTHER_FIELDS = ("history", "context", "tools", "functions", "rejected_tools", *MARK_FIELDS)
 PAIR_FIELDS = frozenset(
-    (
-        *(*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, *_TEXT_FIELDS),
-        *("system", "system_prompt", "history", "context", "tools", "functions", "rejected_tools"),
-        *MARK_FIELDS,
-    )
+    CHOSEN_FIELDS + REJECTED_FIELDS + CHAT_FIELDS + _TEXT_FIELDS + _SYSTEM_FIELDS + _FURTHER_FIELDS
 )
 _EXPECTED_PAIRS = (
     "expected pairs: chosen and rejected, with prompt, messages, conversations, instruction or"
@@ -435,7 +433,7 @@ def _add_system(prompt: Prompt, record: dict[str, Any]) -> Prompt:
 
 
 def _read_system(record: dict[str, Any]) -> str:
-    fields = [f for f in ("system", "system_prompt") if not is_unset(record.get(f))]
+    fields = [field for field in _SYSTEM_FIELDS if not is_unset(record.get(field))]
     for field in fields:
         if not isinstance(record[field], str):
             raise WrongRecord(f"{field} is {json_type_name(record[field])}, expected text")

@@ -484,7 +484,9 @@ _HISTORY = ("history", *_SHARED)  # ms-swift's queries and responses have a hist
 FORMS = (
     RecordForm(("messages",), (), _SHARED, lambda row: _read_dialogue(row, "messages"), "chat"),
     RecordForm(
-        *(("conversations",), (), _SHARED),
+        ("conversations",),
+        (),
+        _SHARED,
         lambda row: _read_dialogue(row, "conversations"),
         "ShareGPT",
     ),
