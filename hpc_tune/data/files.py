@@ -414,9 +414,11 @@ def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
 
 def _find_saved_dataset(path: Path) -> FoundFiles:
     """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` wrote."""
+    index = SPLITS_FILE if (path / SPLITS_FILE).is_file() else STATE_FILE
     try:
-        if (path / SPLITS_FILE).is_file():
-            splits = json.loads((path / SPLITS_FILE).read_text(encoding="utf-8"))["splits"]
+        content = json.loads((path / index).read_text(encoding="utf-8"))
+        if index == SPLITS_FILE:
+            splits = content["splits"]
             if "train" not in splits:
                 raise DataError(
                     f"{path} holds the splits {', '.join(splits)} of a saved dataset and none of "
@@ -425,21 +427,19 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
             others = [path / Path(split).name for split in splits if split != "train"]
             files = _find_saved_dataset(path / "train").files
             return FoundFiles(files, tuple((other, _HELD_OUT_REASON) for other in others))
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        if state.get("_indices_data_files") or state.get("_indices_files"):
+        if content.get("_indices_data_files") or content.get("_indices_files"):
             raise DataError(
                 f"{path} was saved by an old version of datasets, as a selection of the rows in "
                 "its files; load it and save it again with a current version"
             )
         # Only file names are used: nothing outside the folder is read.
-        files = tuple(path / Path(entry["filename"]).name for entry in state["_data_files"])
+        files = tuple(path / Path(entry["filename"]).name for entry in content["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        for name in (SPLITS_FILE, STATE_FILE):
-            if why := why_pointer_file(path / name):
-                raise DataError(why) from None
+        if why := why_pointer_file(path / index):
+            raise DataError(why) from None
         raise DataError(
-            f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "
-            f"read ({error!r}); save it again"
+            f"{path} looks like a dataset saved by save_to_disk, but its {index} cannot be read "
+            f"({error!r}); save it again"
         ) from None
     missing = [file.name for file in files if not file.is_file()]
     if missing:

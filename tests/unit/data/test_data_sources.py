@@ -412,6 +412,14 @@ def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, s
         list_chunks(str(tmp_path))
 
 
+@pytest.mark.parametrize("splits", ["{", "[]", '{"splits": []}'])
+def test_an_unreadable_list_of_splits_is_named_even_if_there_is_a_state_beside_it(tmp_path, splits):
+    (tmp_path / "dataset_dict.json").write_text(splits)
+    (tmp_path / "state.json").write_text('{"_data_files": []}')
+    with pytest.raises(DataError, match="its dataset_dict.json cannot be read"):
+        list_chunks(str(tmp_path))
+
+
 def test_text_after_an_array_is_refused_however_far_it_is(tmp_path):
     file = tmp_path / "rows.json"
     for after, is_refused in ((" " * 3 * READ_BYTES, False), (" " * 3 * READ_BYTES + "{}", True)):
