@@ -46,7 +46,7 @@ PLAIN_COUNTERS = (
     " other_answers own_controls split tokens truncated unclear_answers unended_answers"
     " unended_texts"
 )
-PLAIN_KEY = "a7c9c6dbc1270bec"
+PLAIN_KEY = "605da729db9db38e"
 PAIRS = [
     {"prompt": f"question {n}", "chosen": "good " * (n % 7 + 1), "rejected": "bad" * (n % 5 + 1)}
     for n in range(60)
