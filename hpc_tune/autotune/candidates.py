@@ -112,8 +112,8 @@ def legal_layouts(
             whole = Layout(*axes, context=parallel.context)
             is_asked = all(getattr(whole, a) == ranks for a, ranks in parallel.axes.items())
             if is_asked and not layout_problems(whole, parallel, model):
-                may_deal = 1 if tensor > 1 else math.gcd(shard, num_experts)
-                layouts += [replace(whole, expert=n) for n in list_divisors(may_deal)]
+                max_expert_ranks = 1 if tensor > 1 else math.gcd(shard, num_experts)
+                layouts += [replace(whole, expert=n) for n in list_divisors(max_expert_ranks)]
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 

@@ -233,20 +233,19 @@ def search_layout(
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measured.links, measured.nodes)
     with_tensor = allows_tensor_parallel(config.tune, config.train)
-    may_deal = allows_expert_parallel(asked, config.train)
-    num_experts = require_shardable_experts(built.module, asked.expert) if may_deal else 1
+    may_shard_experts = allows_expert_parallel(asked, config.train)
+    num_experts = require_shardable_experts(built.module, asked.expert) if may_shard_experts else 1
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = asked.context == 1 and allows_context_parallel(asked, config.train)
     may_share = may_share and try_sharing_attention(built.module)
-    near = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
     shared: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share:
-        shared = row_sharing_layouts(layouts, built.config, work.global_rows, near)
-
-    def predict(layouts: list[Layout]) -> list[Candidate]:
-        return predict_candidates(layouts, asked, config.batch, work, machine, compute, network)
+        near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
+        shared = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
+    common_arguments = asked, config.batch, work, machine, compute, network
+    legal = predict_candidates(layouts + shared[0], *common_arguments)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
         parallel = with_layout(asked, candidate.layout)
@@ -260,8 +259,8 @@ def search_layout(
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
     search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
-    legal = predict(layouts + shared[0])
-    rows, refused = search.fastest_that_fit(legal, partial(predict, shared[1]))
+    predict_more = partial(predict_candidates, shared[1], *common_arguments)
+    rows, refused = search.fastest_that_fit(legal, predict_more)
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     layout_without_auto = next((c for c in legal if c.layout == layout), None)
     single_rank = next((c for c in legal if c.layout.size == 1), None)

@@ -195,11 +195,11 @@ class Encoder:
         documents: list[TokensAndMask] = []
         for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
             # If the rest was not tokenized, its length is estimated from the characters per token.
-            whole = len(tokens) * len(item.text) // max(len(head.text), 1)
+            whole_length = len(tokens) * len(item.text) // max(len(head.text), 1)
             documents += (
                 self._split_plain_text(head, tokens)
                 if head.split
-                else self._cut_at_seq_len(head, tokens, mask, whole)
+                else self._cut_at_seq_len(head, tokens, mask, whole_length)
             )
         yield from self._make_block(documents)
 
@@ -304,9 +304,9 @@ class Encoder:
         return list(zip(pieces, masks, strict=True))
 
     def _cut_at_seq_len(
-        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole: int
+        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole_length: int
     ) -> list[TokensAndMask]:
-        """Cut an example of ``whole`` tokens to fit; drop it if no learned token is left."""
+        """Cut an example of ``whole_length`` tokens to fit; drop it if no learned token is left."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
             self.counters.count_dropped("empty answer")
@@ -314,10 +314,10 @@ class Encoder:
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
                 self.counters.count_dropped(ANSWER_BEYOND_SEQ_LEN)
-                self.counters.note_cut(whole, 0)
+                self.counters.note_cut(whole_length, 0)
                 return []
             self.counters.truncated += 1
-            self.counters.note_cut(whole, self._seq_len)
+            self.counters.note_cut(whole_length, self._seq_len)
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
     def _make_block(self, documents: list[TokensAndMask]) -> Iterator[Block]:
@@ -452,29 +452,30 @@ class PreferenceEncoder:
         """Yield the documents of some items as one block."""
         texts = [side for item in items for side in item.sides]
         sides = iter(self._own.tokenize(texts) if texts else [])
-        documents, made_of = [], []
+        documents, labels = [], []
         for item in items:
-            own = [next(sides) for _ in item.sides]
-            made = self._fit_pair(own) if item.label is None else self._fit_labeled_answer(own)
-            if made:
-                documents.append(made)
-                made_of.append(item.label)
+            whole = [next(sides) for _ in item.sides]
+            is_pair = item.label is None
+            fitting = self._fit_pair(whole) if is_pair else self._fit_labeled_answer(whole)
+            if fitting:
+                documents.append(fitting)
+                labels.append(item.label)
         if not documents:
             return
-        labels = None if made_of[0] is None else np.array(made_of, dtype=np.uint8)
-        tokens = np.concatenate([tokens for made in documents for tokens, _ in made])
-        mask = np.concatenate([mask for made in documents for _, mask in made])
+        tokens = np.concatenate([tokens for document in documents for tokens, _ in document])
+        mask = np.concatenate([mask for document in documents for _, mask in document])
+        has_labels = labels[0] is not None
         self.counters.documents += len(documents)
         # Only the first side of a labeled answer, its own, is learned.
-        counted = [side for made in documents for side in made[: 2 if labels is None else 1]]
+        counted = [side for document in documents for side in document[: 1 if has_labels else 2]]
         self.counters.tokens += sum(len(tokens) for tokens, _ in counted)
         self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in counted)
         yield Block(
-            np.array([sum(len(side) for side, _ in made) for made in documents], dtype=np.int64),
+            np.array([_num_tokens(document) for document in documents], dtype=np.int64),
             tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False),
             mask,
-            np.array([len(made[0][0]) for made in documents], dtype=np.int64),
-            labels,
+            borders=np.array([len(document[0][0]) for document in documents], dtype=np.int64),
+            labels=np.array(labels, dtype=np.uint8) if has_labels else None,
         )
 
     def _fit_pair(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:

@@ -11,6 +11,7 @@ Shapes: B rows, T tokens per row, P pairs or labeled answers.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -251,16 +252,15 @@ def make_micro_batches(
 
 def _read_batch(rows: Rows, numbers: range, stride: int) -> Batch:
     read = [rows.read(number) for number in numbers]
-    place = rows.seq_len, numbers[0], stride
-    if rows.form == "answers":
-        return make_batch([[sides[0] for sides in row.sides] for row in read], *place)
-    pairs = _make_pairs(read)
+    lay_out = partial(make_batch, seq_len=rows.seq_len, first_row=numbers[0], row_stride=stride)
     if rows.form == "pairs":
-        laid = [[side for sides in row.sides for side in sides] for row in read]
-        return replace(make_batch(laid, *place), pairs=pairs)
-    own = make_batch([[sides[0] for sides in row.sides] for row in read], *place)
-    laid = [[sides[1] for sides in row.sides if len(sides) > 1] for row in read]
-    others = make_batch(laid, *place)
+        both = lay_out([[side for sides in row.sides for side in sides] for row in read])
+        return replace(both, pairs=_make_pairs(read))
+    own = lay_out([[sides[0] for sides in row.sides] for row in read])
+    if rows.form == "answers":
+        return own
+    others = lay_out([[sides[1] for sides in row.sides if len(sides) > 1] for row in read])
+    pairs = _make_pairs(read)
     # Each batch counts only the tokens of its own side.
     num_loss_tokens_P2 = pairs.num_loss_tokens_P2
     first, second = (num_loss_tokens_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
