@@ -37,7 +37,7 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 FEW_BLOCKS, MORE_BLOCKS = 1, 2
-_REPEATS, _LONG_ENOUGH_S = 3, 0.3
+_REPEATS, _MIN_TIMED_S = 3, 0.3
 _MAX_TOKENS_ON_CPU = 1024  # for which a block of an 8B model takes ten seconds
 _BUFFER_VALUES, _MATRIX_WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
 _SHORT_GATHERS_S = 1.0
@@ -168,7 +168,7 @@ def _slowest_rank_s(work: Callable[[], object], comm: Comm) -> float:
     if comm.device.type == "cuda":
         _time_work(work, comm.device)
     [once_s] = comm.max([_time_work(work, comm.device)])
-    repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
+    repeats = max(1, math.ceil(_MIN_TIMED_S / once_s))
     times = []
     for _ in range(_REPEATS):
         comm.barrier("all ranks to begin")

@@ -47,7 +47,7 @@ KNOWN_KINDS_TEXT = (
     f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
     "Megatron with its .idx"
 )
-_MEGATRON, _MEGATRON_INDEX_SUFFIX = ".bin", ".idx"
+_MEGATRON_SUFFIX, _MEGATRON_INDEX_SUFFIX = ".bin", ".idx"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _SPLIT_NAME = re.compile(
     r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval|held[-_]?out|hold[-_]?out)(?:[-_.]|$)",
@@ -93,7 +93,7 @@ def find_kind(file: Path) -> FileKind | None:
 
     A .bin is Megatron's if its .idx is beside it.
     """
-    if file.suffix == _MEGATRON:
+    if file.suffix == _MEGATRON_SUFFIX:
         return "megatron" if _find_megatron_data(file) else None
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
@@ -104,7 +104,7 @@ def find_kind(file: Path) -> FileKind | None:
 
 def megatron_index_path(data: Path) -> Path:
     """Return the index that belongs to a .bin of Megatron."""
-    return data.with_name(data.name.removesuffix(_MEGATRON) + _MEGATRON_INDEX_SUFFIX)
+    return data.with_name(data.name.removesuffix(_MEGATRON_SUFFIX) + _MEGATRON_INDEX_SUFFIX)
 
 
 def find_files(paths: Paths) -> FoundFiles:
@@ -179,12 +179,12 @@ def _find_megatron_data(path: Path) -> Path | None:
 
     None if that has no index: other programs have files that end in .bin, too.
     """
-    if path.suffix in (_MEGATRON, _MEGATRON_INDEX_SUFFIX):
-        data = path.with_suffix(_MEGATRON)
+    if path.suffix in (_MEGATRON_SUFFIX, _MEGATRON_INDEX_SUFFIX):
+        data = path.with_suffix(_MEGATRON_SUFFIX)
     elif path.exists():
         return None
     else:
-        data = Path(f"{path}{_MEGATRON}")
+        data = Path(f"{path}{_MEGATRON_SUFFIX}")
     return data if megatron_index_path(data).is_file() else None
 
 
@@ -309,7 +309,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
-        if file.suffix == _MEGATRON_INDEX_SUFFIX and file.with_suffix(_MEGATRON).is_file():
+        if file.suffix == _MEGATRON_INDEX_SUFFIX and file.with_suffix(_MEGATRON_SUFFIX).is_file():
             continue  # it belongs to a .bin
         kind = find_kind(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)

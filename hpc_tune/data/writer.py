@@ -49,7 +49,7 @@ HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then a form's 
 _LABELS_SALT = b"each side by itself"
 _LARGE_BYTES = 1 << 30
 _PIECE_ELEMENTS = 1 << 22
-_DOCUMENTS = 1 << 20
+_PIECE_DOCUMENTS = 1 << 20
 
 
 def new_hash() -> Any:
@@ -121,12 +121,12 @@ def _are_lengths_consistent(store: TokenStore) -> bool:
     """
     values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
     all_lengths = np.empty(store.num_documents, dtype=np.uint32)
-    for at in range(0, store.num_documents, _DOCUMENTS):
-        piece = store.packed_lengths(at, min(at + _DOCUMENTS, store.num_documents))
+    for at in range(0, store.num_documents, _PIECE_DOCUMENTS):
+        piece = store.packed_lengths(at, min(at + _PIECE_DOCUMENTS, store.num_documents))
         all_lengths[at : at + len(piece)] = piece
     last = np.full((2, 1), -1)
-    for at in range(0, store.num_documents, _DOCUMENTS):
-        numbers = store.by_length[at : at + _DOCUMENTS].astype(np.int64)
+    for at in range(0, store.num_documents, _PIECE_DOCUMENTS):
+        numbers = store.by_length[at : at + _PIECE_DOCUMENTS].astype(np.int64)
         if numbers.max() >= store.num_documents or numbers.min() < 0:
             return False
         lengths = all_lengths[numbers].astype(np.int64)

@@ -26,7 +26,7 @@ def test_a_gpus_first_call_does_not_count(device, cold_s, calls, monkeypatch):
 
     monkeypatch.setattr(microbenchmark.time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(microbenchmark, "_LONG_ENOUGH_S", 0.2999)
+    monkeypatch.setattr(microbenchmark, "_MIN_TIMED_S", 0.2999)
     comm = SimpleNamespace(
         device=torch.device(device), barrier=lambda what: None, max=lambda values: values
     )

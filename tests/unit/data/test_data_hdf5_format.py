@@ -214,7 +214,7 @@ def test_bytes_that_were_zeroed_since_are_found_by_reading_all(tmp_path, dataset
 def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
     lengths = np.random.default_rng(1).integers(1, 6, 100).tolist()
     store = store_of_lengths(tmp_path / "s.h5", lengths)
-    monkeypatch.setattr("hpc_tune.data.writer._DOCUMENTS", 7)
+    monkeypatch.setattr("hpc_tune.data.writer._PIECE_DOCUMENTS", 7)
     verify_content(store)
     for a, b in ((0, 1), (6, 7), (98, 99)):
         changed = store.by_length[:].copy()
