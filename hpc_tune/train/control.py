@@ -22,8 +22,7 @@ from hpc_tune.engine.adamw import with_scaled_lr
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.memory import host
-from hpc_tune.memory.host import trim_heap
+from hpc_tune.memory.host import is_garbage_collection_due, trim_heap
 from hpc_tune.memory.policy import Action, Phase
 from hpc_tune.model.objective import zero_rewards
 from hpc_tune.model.rotary import has_length_scaling
@@ -279,7 +278,7 @@ class Control:
             saves_due=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
-            collection_due=host.is_garbage_collection_due(),
+            collection_due=is_garbage_collection_due(),
             levels=self._governor.status(),
             loss_tokens_by_source=self.recorder.loss_tokens_by_source(self._batches),
         )

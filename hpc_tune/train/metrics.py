@@ -109,10 +109,8 @@ class ExpertLoadWriter:
         self._counts = [[0] * router.num_experts for router in routers]
         self._since = self._step = start_step
         self._last_warned: Mapping[int, list[int]] = {}
-        path = run_dir / EXPERTS_FILE if routers else None
-        if path is not None:
-            drop_lines_after(path, start_step)
-        self._lines = JsonLinesWriter(path)
+        drop_lines_after(run_dir / EXPERTS_FILE, start_step)
+        self._lines = JsonLinesWriter(run_dir / EXPERTS_FILE)
 
     def add(self, step: int, routers: RouterSums) -> None:
         """Add the tokens of a step."""

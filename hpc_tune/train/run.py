@@ -156,8 +156,8 @@ def run(
     even if it is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
-    given = nullcontext() if stop is None else closing(stop)
-    with join_world(config.run, run_dir, faults.join) as launched, given:
+    stop_scope = nullcontext() if stop is None else closing(stop)
+    with join_world(config.run, run_dir, faults.join) as launched, stop_scope:
         agree_on_settings(launched, config.model_dump(mode="json"))
         stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
@@ -199,8 +199,8 @@ def _train(
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
-        learned = [source.store for source in data.sources]
-        model = with_scaled_positions(model, learned, job.setup_comm)
+        stores = [source.store for source in data.sources]
+        model = with_scaled_positions(model, stores, job.setup_comm)
         log_start(job, model, resolved, forecast, data)
         layout, parallel = resolved.layout, resolved.parallel
         plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
@@ -220,7 +220,7 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     """Train until the end or an agreed stop, and save a checkpoint there. Collective.
 
     Raises:
-        HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+        HpcTuneError: see ``Control.record_step``.
     """
     control.begin()
     while (decision := control.decide()).goes_on:
