@@ -28,7 +28,7 @@ def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the requested checkpoint does not verify, or of several none does.
+        CheckpointError: if the requested checkpoint is damaged, or all checkpoints of the run are.
         UnreadableError: if the file system refuses to read one that may be the newest. ConfigError:
         if the path is no checkpoint, if settings differ that must not, or if a fresh start is
         requested although there are checkpoints. DataError: see ``require_same_init_adapter``.

@@ -50,7 +50,7 @@ from hpc_tune.world.device import (
     unread_allocator_warning,
 )
 
-_MIN_UPDATES_PER_EPOCH = 5  # updates in an epoch
+_MIN_UPDATES_PER_EPOCH = 5
 _QUANTIZE_S_PER_VALUE = 100e-9  # of one core, per trained value and step (2.5 GHz)
 
 
@@ -183,7 +183,9 @@ def warn_useless_8bit_optimizer(
 def warn_few_steps(
     train: TrainConfig, optim: OptimConfig, rows: int, total_steps: int, rows_per_epoch: int
 ) -> Iterator[str]:
-    """Yield a warning where a run is too short for its batch of ``rows`` or for its warm-up."""
+    """Yield warnings if train.epochs is not used, or if a run is too short for its batch of
+    ``rows`` or for its warm-up.
+    """
     if train.epochs is not None and train.max_steps is not None:
         yield (
             f"train.epochs={train.epochs:g} is not used: train.max_steps={train.max_steps} is "
