@@ -79,14 +79,14 @@ class StepStatus:
         numbers = [*own, *levels, *loss_tokens_by_source]
         values_by_rank = comm.gather_by_value([*numbers, *astuple(usage)])
         sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
-        of_sources = len(own) + len(levels)
+        sources_start = len(own) + len(levels)
         terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
             : len(own)
         ]
         summed = StepStatus(
             *(terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
-            levels=tuple(sums[len(own) : of_sources]),
-            loss_tokens_by_source=tuple(sums[of_sources:]),
+            levels=tuple(sums[len(own) : sources_start]),
+            loss_tokens_by_source=tuple(sums[sources_start:]),
         )
         return summed, UsageByRank(*values_by_rank[len(numbers) :])
 
@@ -159,8 +159,8 @@ class Control:
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        own, of_last = self._own_status(reason), self.recorder.own_usage
-        status, values_by_rank = own.exchange(self._comm, of_last)
+        own_status, last_usage = self._own_status(reason), self.recorder.own_usage
+        status, values_by_rank = own_status.exchange(self._comm, last_usage)
         self._status = status
         self._record_last_step(values_by_rank)
         if status.collection_due:

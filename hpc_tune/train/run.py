@@ -157,27 +157,27 @@ def run(
     """
     run_dir = Path(config.run.dir)
     stop_scope = nullcontext() if stop is None else closing(stop)
-    with join_world(config.run, run_dir, faults.join) as launched, stop_scope:
-        agree_on_settings(launched, config.model_dump(mode="json"))
-        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, launched.is_rank_0)
+    with join_world(config.run, run_dir, faults.join) as all_ranks, stop_scope:
+        agree_on_settings(all_ranks, config.model_dump(mode="json"))
+        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, all_ranks.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":
-            outcome = _train(config, launched, stop, None, force, faults)
-            shutdown(launched)
+            outcome = _train(config, all_ranks, stop, None, force, faults)
+            shutdown(all_ranks)
             return outcome.exit_code
-        with startup_watchdog(launched, stop, run_dir, launched.resume_point):
-            require_data(config.data, launched, run_dir)
-            chosen, comm = measure_and_choose_layout(config, launched)
+        with startup_watchdog(all_ranks, stop, run_dir, all_ranks.resume_point):
+            require_data(config.data, all_ranks, run_dir)
+            chosen, comm = measure_and_choose_layout(config, all_ranks)
         if comm is None:  # this rank is left out
-            return wait_as_idle_rank(launched)
+            return wait_as_idle_rank(all_ranks)
         configure_logging(comm.world.rank)
         with ending_world_on_error(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
             config = config.model_copy(update={"parallel": parallel})
             outcome = _train(config, comm, stop, chosen, force, faults)
             shutdown(comm)
-        num_idle = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
-        release_idle_ranks(launched.store, num_idle, outcome.exit_code)
+        num_idle = all_ranks.world.size - len(chosen.ranks) if all_ranks.is_rank_0 else 0
+        release_idle_ranks(all_ranks.store, num_idle, outcome.exit_code)
         return outcome.exit_code
 
 
