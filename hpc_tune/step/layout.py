@@ -149,8 +149,7 @@ def row_sharing_problems(config: Any, layout: Layout) -> list[str]:
     if layout.num_weight_ranks % layout.context:
         return [
             f"{said} groups the {layout.num_weight_ranks} ranks of replicate x shard, which it "
-            "must "
-            f"divide; use {format_choices(list_divisors(layout.num_weight_ranks))}"
+            f"must divide; use {format_choices(list_divisors(layout.num_weight_ranks))}"
         ]
     others = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
     if others:
@@ -266,23 +265,22 @@ def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[
     ``rank`` is one of ``ranks`` of the pipeline; each has ``chunks`` stages. With several of these,
     ``num_micro`` must be a multiple of ``ranks``, else it raises ValueError.
     """
-    total = num_micro * chunks
-
-    def number(k: int, kind: Direction) -> Pass:
-        if chunks == 1:
-            return Pass(kind, 0, k)
-        chunk = k // ranks % chunks
-        micro = k // (ranks * chunks) * ranks + k % ranks
-        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
-
     if chunks > 1 and num_micro % ranks:
         raise ValueError(f"{num_micro} micro-batches are not a multiple of {ranks} ranks")
-    ahead = ranks - rank - 1
+
+    def nth_pass(n: int, kind: Direction) -> Pass:
+        if chunks == 1:
+            return Pass(kind, 0, n)
+        chunk = n // ranks % chunks
+        micro = n // (ranks * chunks) * ranks + n % ranks
+        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
+
+    total, ahead = num_micro * chunks, ranks - rank - 1
     warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
-    passes = [number(k, "forward") for k in range(warm_up)]
-    for k in range(total - warm_up):
-        passes += [number(warm_up + k, "forward"), number(k, "backward")]
-    return passes + [number(k, "backward") for k in range(total - warm_up, total)]
+    passes = [nth_pass(n, "forward") for n in range(warm_up)]
+    for n in range(total - warm_up):
+        passes += [nth_pass(warm_up + n, "forward"), nth_pass(n, "backward")]
+    return passes + [nth_pass(n, "backward") for n in range(total - warm_up, total)]
 
 
 # -- How many groups of ranks the messages of a layout go through.

@@ -83,13 +83,8 @@ def step_messages(
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, except at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
-        yield Message(
-            "send",
-            ("pipeline",),
-            2,
-            plan.num_activation_values(computed) * plan.activation_itemsize,
-            hops,
-        )
+        num_bytes = plan.num_activation_values(computed) * plan.activation_itemsize
+        yield Message("send", ("pipeline",), 2, num_bytes, hops)
 
 
 def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
@@ -198,22 +193,18 @@ def _summed_activations(
     """
     size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
     usual = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
-    block_all_reduces = [
-        (size.block_all_reduces or usual)[block] for block in plan.rank_blocks(pp_rank)
-    ]
-    forward = sum(block.forward for block in block_all_reduces)
-    routed = sum(block.routed for block in block_all_reduces)
-    backward, is_first = sum(block.backward for block in block_all_reduces), pp_rank == 0
+    blocks = [(size.block_all_reduces or usual)[number] for number in plan.rank_blocks(pp_rank)]
+    forward = sum(block.forward for block in blocks)
+    routed = sum(block.routed for block in blocks)
+    backward, is_first = sum(block.backward for block in blocks), pp_rank == 0
     # A recomputed block repeats its first sums, and stops before its last.
-    again = max(0, forward - len(block_all_reduces)) if recomputes else 0
+    again = max(0, forward - len(blocks)) if recomputes else 0
     # A frozen embedding that no trained norm follows needs no gradient from the first block.
-    unneeded = (
-        block_all_reduces[0].includes_block_input and is_first and not size.trains_block_input
-    )
+    unneeded = blocks[0].includes_block_input and is_first and not size.trains_block_input
     yield hidden * plan.itemsize, forward - routed + again
     # Experts' outputs have the dtype of activations between blocks, and are a block's last sum.
     yield hidden * wire, routed + backward - unneeded
-    inner = sum(block.inner_features for block in block_all_reduces)
+    inner = sum(block.inner_features for block in blocks)
     yield wire * inner, int(inner > 0)
     # What routers get back in fp32: a gradient for each expert of a token.
     yield num_chosen_experts(plan.model) * 4, routed
@@ -272,7 +263,7 @@ def context_messages(
     yield over(tokens * plan.itemsize * heads * value_width, times)
 
 
-def head_counts_and_widths(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
+def head_counts_and_widths(model: Any, tensor: int) -> tuple[int, int, int, int]:
     """Return the query and key heads on a rank of the tensor axis, and the values of each head.
 
     First of a query or key head, then of a value head: latent attention (DeepSeek) has fewer in the

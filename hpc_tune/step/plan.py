@@ -132,8 +132,7 @@ class StepPlan:
             shape = weights.row_shard_shape(
                 expert_ranks * (layout.tensor if weights.role == "slice" else 1)
             )
-            cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
-            held.append(cut)
+            held.append(replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape))
         return held
 
     def is_expert_parallel(self, kind: str) -> bool:

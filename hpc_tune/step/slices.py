@@ -175,10 +175,10 @@ def find_tensor_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
         if style == EXPERTS_STYLE:
             roles |= _roles_of_experts(layer, module.config, path)
             continue
-        base, adapters = split_adapters(layer)
         if style == "replicated_with_grad_allreduce":
             roles |= {parameter: "partial" for parameter in layer.parameters()}
             continue
+        base, adapters = split_adapters(layer)
         is_columns = style.startswith("colwise")
         roles[base.weight] = "slice" if is_columns else "inner slice"
         if is_columns and base.bias is not None:

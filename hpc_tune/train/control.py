@@ -22,8 +22,7 @@ from hpc_tune.engine.adamw import with_scaled_lr
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.memory import host
-from hpc_tune.memory.host import trim_heap
+from hpc_tune.memory.host import is_garbage_collection_due, trim_heap
 from hpc_tune.memory.policy import Action, Phase
 from hpc_tune.model.objective import zero_rewards
 from hpc_tune.model.rotary import has_length_scaling
@@ -80,14 +79,14 @@ class StepStatus:
         numbers = [*own, *levels, *loss_tokens_by_source]
         values_by_rank = comm.gather_by_value([*numbers, *astuple(usage)])
         sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
-        of_sources = len(own) + len(levels)
+        sources_start = len(own) + len(levels)
         terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
             : len(own)
         ]
         summed = StepStatus(
             *(terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
-            levels=tuple(sums[len(own) : of_sources]),
-            loss_tokens_by_source=tuple(sums[of_sources:]),
+            levels=tuple(sums[len(own) : sources_start]),
+            loss_tokens_by_source=tuple(sums[sources_start:]),
         )
         return summed, UsageByRank(*values_by_rank[len(numbers) :])
 
@@ -160,8 +159,8 @@ class Control:
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        own, of_last = self._own_status(reason), self.recorder.own_usage
-        status, values_by_rank = own.exchange(self._comm, of_last)
+        own_status, last_usage = self._own_status(reason), self.recorder.own_usage
+        status, values_by_rank = own_status.exchange(self._comm, last_usage)
         self._status = status
         self._record_last_step(values_by_rank)
         if status.collection_due:
@@ -279,7 +278,7 @@ class Control:
             saves_due=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
-            collection_due=host.is_garbage_collection_due(),
+            collection_due=is_garbage_collection_due(),
             levels=self._governor.status(),
             loss_tokens_by_source=self.recorder.loss_tokens_by_source(self._batches),
         )

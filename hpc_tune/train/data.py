@@ -75,7 +75,7 @@ class Data:
         stream = self.loader.stream
         if isinstance(stream, MixedRows):
             return [stream.packed[stream.names.index(source.name)] for source in self.sources]
-        assert isinstance(stream, PackedRows), f"{type(stream)} is neither of both"
+        assert isinstance(stream, PackedRows), f"{type(stream)} is neither MixedRows nor PackedRows"
         return [stream]
 
     @property
@@ -345,12 +345,9 @@ def open_or_prepare(
             )
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
-
+    settings = preparation_settings(data, part, form)
     out = comm.run_on_rank_0(
-        "looking at the data",
-        lambda: (
-            folder / cache_file_name(path, own.fingerprint, preparation_settings(data, part, form))
-        ),
+        "looking at the data", lambda: folder / cache_file_name(path, own.fingerprint, settings)
     )
     was_prepared = comm.run_on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:

@@ -46,7 +46,7 @@ class RunEnergyMeter:
         self._meter = None if gpus is None else EnergyMeter(counters_of(gpus))
         self._began_s = time.monotonic()
 
-    def end(self, step: int | None, tokens: int) -> None:
+    def end(self, step: int, tokens: int) -> None:
         """Record the energy used up to ``step``, for the ``tokens`` of this start. Collective.
 
         After several starts, the line in the log sums all starts that recorded their energy.

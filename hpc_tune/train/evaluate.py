@@ -122,7 +122,7 @@ class Evaluation:
     ) -> None:
         """Measure ``batches`` as set in ``train``; do nothing if there are none.
 
-        For labelled answers, the mean KL divergence is measured first.
+        For labeled answers, the mean KL divergence is measured first.
         """
         self.evals = evals
         self._comm, self._stop, self._plan, self._batches = comm, stop, plan, batches

@@ -162,8 +162,8 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     writes = is_urgent and first_code is None
     if writes:  # a rank that is short of memory writes this before anything that takes time
         _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
-    told = claim_failure_report(comm, error)
-    if told is None:
+    failure = claim_failure_report(comm, error)
+    if failure is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
         first_code = None if writes else _first_reported_code(comm, error, run_dir)
         return code if first_code is None else first_code, writes
@@ -171,39 +171,43 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         first_code = _first_reported_code(comm, error, run_dir)
         if first_code is not None and _may_be_consequence(error):
             return first_code, False
-    told = _print_failure(_add_checkpoint_advice(told, comm, error), comm, run_dir)
+    failure = _print_failure(_add_checkpoint_advice(failure, comm, error), comm, run_dir)
     if first_code is None and not is_urgent:
-        _write_outcome(_outcome_of(comm, error, told, code), run_dir, comm)
+        _write_outcome(_outcome_of(comm, error, failure, code), run_dir, comm)
     announce_exit(comm, code if first_code is None else first_code)
     return code if first_code is None else first_code, True
 
 
-def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
+def _print_failure(failure: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
     """Print the failure and write its details to a file; return it with the file's name."""
-    if told.details is not None:
-        kept = append_failure_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
+    if failure.details is not None:
+        rank = 0 if comm is None else comm.world.rank
+        kept = append_failure_details(failure.details, run_dir, rank)
         if kept is not None:
-            facts = {**told.facts, "details": str(kept)}
-            told = Failure(told.who, f"{told.reason} Details: {kept}", facts)
-    print_failure(told)
-    return told
+            facts = {**failure.facts, "details": str(kept)}
+            failure = Failure(failure.who, f"{failure.reason} Details: {kept}", facts)
+    print_failure(failure)
+    return failure
 
 
-def _add_checkpoint_advice(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
+def _add_checkpoint_advice(failure: Failure, comm: Comm | None, error: BaseException) -> Failure:
     """Add the last checkpoint to the report, and what to do if the run can be resumed."""
     step = None if comm is None else comm.resume_point.step
     if exit_code_of(error) != EXIT_FAILED:
-        return told
-    said = [told.reason.rstrip(".")]
-    if step is not None and "last checkpoint" not in told.reason.lower():
+        return failure
+    said = [failure.reason.rstrip(".")]
+    if step is not None and "last checkpoint" not in failure.reason.lower():
         said.append(f"Last checkpoint: step {step}" if step else "Nothing is saved yet")
-    if told.facts or is_broken_connection(error):
+    if failure.facts or is_broken_connection(error):
         again = "to start again" if step == 0 else "to resume from there" if step else ""
-        others = ", on other hosts too," if told.facts.get("lost_hosts") else ""
+        others = ", on other hosts too," if failure.facts.get("lost_hosts") else ""
         said.append(f"Rerun the same command{others} {again}".rstrip(" ,"))
-    facts = dict(told.facts) | {"during": comm.activity[0]} if comm is not None else told.facts
-    facts = {**facts, "last_checkpoint": step} if step is not None else facts
-    return replace(told, reason=". ".join(said) + ".", facts=facts)
+    facts = dict(failure.facts)
+    if comm is not None:
+        facts["during"] = comm.activity[0]
+    if step is not None:
+        facts["last_checkpoint"] = step
+    return replace(failure, reason=". ".join(said) + ".", facts=facts)
 
 
 def _first_reported_code(
@@ -213,17 +217,15 @@ def _first_reported_code(
 
     Both sides of a network split report it; the report of the rank with the store counts.
     """
-    start = None if comm is None else comm.nonce
-    told = (
-        None
-        if run_dir is None
-        else outcome.read_outcome_of_start(run_dir, start, process_start_s())
-    )
-    if told is None:  # the file may become visible later than the rank's message arrives
+    reported = None
+    if run_dir is not None:
+        start = None if comm is None else comm.nonce
+        reported = outcome.read_outcome_of_start(run_dir, start, process_start_s())
+    if reported is None:  # the file may become visible later than the rank's message arrives
         return None if comm is None or comm.watch is None else comm.watch.reported_exit_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
     is_cut_from = isinstance(error, LostHostError) and has_store
-    return None if is_cut_from and told.get("lost_hosts") else int(told["exit_code"])
+    return None if is_cut_from and reported.get("lost_hosts") else int(reported["exit_code"])
 
 
 def _may_be_consequence(error: BaseException) -> bool:
@@ -235,7 +237,7 @@ def _may_be_consequence(error: BaseException) -> bool:
     return was_asked or isinstance(error, GoneError | RemoteError) or is_broken_connection(error)
 
 
-def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
+def _outcome_of(comm: Comm | None, error: BaseException, failure: Failure, code: int) -> Outcome:
     if isinstance(error, ResumableStop):
         return stopped_outcome(error.reason, error.step, error.facts)
     if isinstance(error, InterruptError):
@@ -243,7 +245,7 @@ def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: in
     facts: dict[str, Any] = {"error": type(error).__name__}
     if comm is not None:
         facts |= {"rank": comm.world.rank, "host": comm.world.hostname}
-    return Outcome("failed", told.reason, None, code, facts | dict(told.facts))
+    return Outcome("failed", failure.reason, None, code, facts | dict(failure.facts))
 
 
 def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> None:
@@ -296,8 +298,8 @@ class StartupWatchdog:
             )
 
     def _make_error(self, reason: str) -> ResumableStop:
-        doing = "starting" if self._comm is None else self._comm.activity[0]
-        words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
+        doing, is_too_short = self._comm.activity[0], reason == "time limit"
+        words = f"stopped while {doing} ({reason})"
         if is_too_short:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
             words = f"{limit} ended while {doing}, before a step was done"

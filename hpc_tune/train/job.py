@@ -49,7 +49,7 @@ class Job:
 
     ``setup_comm`` ends the world if a rank hangs in its local work; ``step_comm`` is the same with
     the timeout of steps. ``previous``: how the last run in ``dir`` ended. ``chosen``: the layout
-    that parallel=auto chose by measurement.
+    that parallel=auto chose from measurements of this machine.
     """
 
     config: RunConfig
@@ -93,8 +93,8 @@ def open_job(
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail_run, comm, run_dir=run_dir)
         comm = replace(comm, hang_watch=HangWatch(config.run.timeout, lost))
-        keep = config.checkpoint
-        store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
+        saves = config.checkpoint
+        store = Store(run_dir / "checkpoints", saves.keep, saves.keep_every, saves.keep_best)
         owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), lost)
         resume_point.before = comm.run_on_rank_0(
             "looking at the run directory", lambda: list_run_files(run_dir)

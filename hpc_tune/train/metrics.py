@@ -109,10 +109,8 @@ class ExpertLoadWriter:
         self._counts = [[0] * router.num_experts for router in routers]
         self._since = self._step = start_step
         self._last_warned: Mapping[int, list[int]] = {}
-        path = run_dir / EXPERTS_FILE if routers else None
-        if path is not None:
-            drop_lines_after(path, start_step)
-        self._lines = JsonLinesWriter(path)
+        drop_lines_after(run_dir / EXPERTS_FILE, start_step)
+        self._lines = JsonLinesWriter(run_dir / EXPERTS_FILE)
 
     def add(self, step: int, routers: RouterSums) -> None:
         """Add the tokens of a step."""
@@ -230,8 +228,8 @@ class MetricsWriter:
         self._progress.update(metrics.step, note)
         if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
             self._log_remaining_time(self._total - metrics.step)
-        much = metrics.comm_s > COMM_WARN_SHARE * metrics.step_s
-        if self._advise and len(self.steps_s) == 2 and much and not _is_mostly_waiting(metrics):
+        is_slow = metrics.comm_s > COMM_WARN_SHARE * metrics.step_s
+        if self._advise and len(self.steps_s) == 2 and is_slow and not _is_mostly_waiting(metrics):
             log.warning(
                 "%.0f%% of a step goes to messages: parallel=auto measures, and chooses the "
                 "fastest layout and number of ranks",
@@ -360,7 +358,7 @@ class Recorder:
         self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self.tokens = 0
-        self._taken: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
+        self._prepared: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
         coordinates = plan.layout.coordinates(comm.world.rank)
         self._counts_rows = coordinates.represents_rows
         self._part = plan.row_part(coordinates.context)
@@ -440,18 +438,18 @@ class Recorder:
             source_tokens=self._key_by_source_name(step.source_tokens),
             experts=summarize_expert_load(result.routers, step.tokens),
         )
-        self._taken = metrics, result.routers, own
+        self._prepared = metrics, result.routers, own
 
     @property
     def own_usage(self) -> RankUsage:
         """This rank's values of the step that is prepared but not yet recorded."""
-        return self._taken[2] if self._taken is not None else RankUsage()
+        return self._prepared[2] if self._prepared is not None else RankUsage()
 
     def record(self, values_by_rank: UsageByRank) -> None:
         """Record the prepared step, if there is one, with the values of all ranks."""
-        if self._taken is None:
+        if self._prepared is None:
             return
-        (metrics, routers, _), self._taken = self._taken, None
+        (metrics, routers, _), self._prepared = self._prepared, None
         self._rank_work.add(metrics.step, values_by_rank.work_s)
         self.metrics.record_step(
             replace(metrics, **_find_extremes(metrics, values_by_rank)), routers

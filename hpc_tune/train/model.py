@@ -359,9 +359,9 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
         useless = list_useless_settings(resolved.layout, asked, on_gpu)
         for warning in (*useless, *gathered_keys_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
-    if comm.is_rank_0 and resolved.parallel.row_pieces != 1 and has_mlps(module):
-        log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)
+        if resolved.parallel.row_pieces != 1 and has_mlps(module):
+            log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)
     if job.chosen is None:
         return resolved
-    why = f"the shortest step by prediction, {job.chosen.time.seconds:.3g} s"
-    return replace(resolved, why=why)
+    seconds = job.chosen.time.seconds
+    return replace(resolved, why=f"the shortest step by prediction, {seconds:.3g} s")

@@ -28,7 +28,7 @@ def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the requested checkpoint does not verify, or of several none does.
+        CheckpointError: if the requested checkpoint is damaged, or all checkpoints of the run are.
         UnreadableError: if the file system refuses to read one that may be the newest. ConfigError:
         if the path is no checkpoint, if settings differ that must not, or if a fresh start is
         requested although there are checkpoints. DataError: see ``require_same_init_adapter``.
@@ -39,14 +39,16 @@ def find_checkpoint(job: Job) -> Path | None:
         job.resume_point.step = 0
         return None
 
-    def step_of() -> int:
+    def check_and_read_step() -> int:
         state = RunState.from_json(read_state(path), str(path))
         require_same_settings(state, settings)
         require_same_init_adapter(state, job.config.tune)
         return state.step
 
     # Compare before anything that takes time, such as preparing data.
-    job.resume_point.step = comm.run_on_rank_0("comparing with the checkpoint's settings", step_of)
+    job.resume_point.step = comm.run_on_rank_0(
+        "comparing with the checkpoint's settings", check_and_read_step
+    )
     return path
 
 
@@ -103,7 +105,7 @@ def resume(
 
     # A sharded checkpoint has a file per rank: rank 0 alone reads all their headers.
     job.monitor.enter(Phase.LOAD, "loading a checkpoint", writes_heartbeat=True)
-    job.setup_comm.begin("loading a checkpoint")
+    comm.begin("loading a checkpoint")
     index = comm.run_on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.run_and_agree("loading a checkpoint", load)
     comm.run_and_agree(

@@ -156,28 +156,28 @@ def run(
     even if it is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
-    given = nullcontext() if stop is None else closing(stop)
-    with join_world(config.run, run_dir, faults.join) as launched, given:
-        agree_on_settings(launched, config.model_dump(mode="json"))
-        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, launched.is_rank_0)
+    stop_scope = nullcontext() if stop is None else closing(stop)
+    with join_world(config.run, run_dir, faults.join) as all_ranks, stop_scope:
+        agree_on_settings(all_ranks, config.model_dump(mode="json"))
+        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, all_ranks.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":
-            outcome = _train(config, launched, stop, None, force, faults)
-            shutdown(launched)
+            outcome = _train(config, all_ranks, stop, None, force, faults)
+            shutdown(all_ranks)
             return outcome.exit_code
-        with startup_watchdog(launched, stop, run_dir, launched.resume_point):
-            require_data(config.data, launched, run_dir)
-            chosen, comm = measure_and_choose_layout(config, launched)
+        with startup_watchdog(all_ranks, stop, run_dir, all_ranks.resume_point):
+            require_data(config.data, all_ranks, run_dir)
+            chosen, comm = measure_and_choose_layout(config, all_ranks)
         if comm is None:  # this rank is left out
-            return wait_as_idle_rank(launched)
+            return wait_as_idle_rank(all_ranks)
         configure_logging(comm.world.rank)
         with ending_world_on_error(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
             config = config.model_copy(update={"parallel": parallel})
             outcome = _train(config, comm, stop, chosen, force, faults)
             shutdown(comm)
-        num_idle = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
-        release_idle_ranks(launched.store, num_idle, outcome.exit_code)
+        num_idle = all_ranks.world.size - len(chosen.ranks) if all_ranks.is_rank_0 else 0
+        release_idle_ranks(all_ranks.store, num_idle, outcome.exit_code)
         return outcome.exit_code
 
 
@@ -199,8 +199,8 @@ def _train(
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
-        learned = [source.store for source in data.sources]
-        model = with_scaled_positions(model, learned, job.setup_comm)
+        stores = [source.store for source in data.sources]
+        model = with_scaled_positions(model, stores, job.setup_comm)
         log_start(job, model, resolved, forecast, data)
         layout, parallel = resolved.layout, resolved.parallel
         plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
@@ -220,7 +220,7 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     """Train until the end or an agreed stop, and save a checkpoint there. Collective.
 
     Raises:
-        HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+        HpcTuneError: see ``Control.record_step``.
     """
     control.begin()
     while (decision := control.decide()).goes_on:

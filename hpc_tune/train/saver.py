@@ -524,9 +524,8 @@ class SaveClock:
             self._update_interval()
 
     def _update_interval(self) -> None:
-        ran_s = self._history.running_s + time.monotonic() - self._began_s
-        before_s = self._interval_s
-        now = choose_save_interval(replace(self._history, running_s=ran_s), self._num_nodes)
-        self._interval_s, text = now
+        before_s, ran_s = self._interval_s, time.monotonic() - self._began_s
+        history = replace(self._history, running_s=self._history.running_s + ran_s)
+        self._interval_s, text = choose_save_interval(history, self._num_nodes)
         if before_s is None or abs(self._interval_s / before_s - 1) > _MIN_LOGGED_CHANGE:
             log.info("saves   %s", text)

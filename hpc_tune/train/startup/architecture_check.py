@@ -339,7 +339,7 @@ class _Trial:
     within_documents: bool = True
 
     def build(self) -> BuiltModel:
-        built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
+        built = build(self.directory, torch.float32, FULL_TUNING, 0)
         blocks, cpu = list(find_blocks(built.module)), torch.device("cpu")
         use_faster_layers(built.module, blocks, False, built.dtype, cpu)
         built.module.within_documents &= self.within_documents
@@ -536,7 +536,7 @@ class _Trial:
         except ConfigError as error:
             return str(error)
         loss.backward()
-        gradients = {n: p.grad for n, p in built.module.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         return _compare_gradients(gradients, self.expected_gradients(built))
 
 

@@ -49,10 +49,8 @@ from hpc_tune.train.startup.architecture_check import trial_cache_file
 # Document lengths of each batch's rows: two rows of different lengths, then one row.
 BATCH_DOCUMENT_LENGTHS = (((24, 40), (17, 31)), ((33, 14, 48),))
 MAX_ERROR_RATIO = 2.0  # error of compiled blocks, relative to that of blocks without compiling
-MIN_TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.01,
-}  # added to that: a share of the loss, or of a gradient's norm
+# Added to that: a share of the loss, or of a gradient's norm.
+MIN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.01}
 
 
 @dataclass(frozen=True)

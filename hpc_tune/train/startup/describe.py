@@ -50,7 +50,7 @@ from hpc_tune.world.device import (
     unread_allocator_warning,
 )
 
-_MIN_UPDATES_PER_EPOCH = 5  # updates in an epoch
+_MIN_UPDATES_PER_EPOCH = 5
 _QUANTIZE_S_PER_VALUE = 100e-9  # of one core, per trained value and step (2.5 GHz)
 
 
@@ -81,7 +81,6 @@ def log_start(
         "batch": _describe_batch(rows, layout, data),
         "rate": describe_learning_rate(config.optim, config.tune, rows, total_steps),
     }
-    batch_job: dict[str, Any] = _batch_job_fields(os.environ)
     sources = compute_progress(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     for name, text in lines.items():
         if name != "world" or job.chosen is not None:
@@ -97,7 +96,7 @@ def log_start(
         command=[sys.executable, "-m", "hpc_tune", *map(mask_secrets, sys.argv[1:])],
         launcher=comm.world.launcher,
         folder=os.getcwd(),
-        **batch_job,
+        **_batch_job_fields(os.environ),
         hardware=_describe_hardware(comm),
         links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
@@ -123,7 +122,7 @@ def _list_warnings(comm: Comm, model: Model, layout: Layout, data: Data) -> Iter
     yield from warn_useless_8bit_optimizer(config.optim, model.size, comm.device)
 
 
-def _batch_job_fields(environ: Environ) -> dict[str, str]:
+def _batch_job_fields(environ: Environ) -> dict[str, Any]:
     job = find_job(environ)
     return {} if job is None else {"job": job.id, "scheduler": job.scheduler.name}
 
@@ -184,7 +183,9 @@ def warn_useless_8bit_optimizer(
 def warn_few_steps(
     train: TrainConfig, optim: OptimConfig, rows: int, total_steps: int, rows_per_epoch: int
 ) -> Iterator[str]:
-    """Yield a warning where a run is too short for its batch of ``rows`` or for its warm-up."""
+    """Yield warnings if train.epochs is not used, or if a run is too short for its batch of
+    ``rows`` or for its warm-up.
+    """
     if train.epochs is not None and train.max_steps is not None:
         yield (
             f"train.epochs={train.epochs:g} is not used: train.max_steps={train.max_steps} is "

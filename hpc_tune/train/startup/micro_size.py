@@ -51,9 +51,9 @@ def decide_micro_size(
     if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, now):
         return saved.micro_size
     most_rows = max_micro_rows(config.batch, layout)
-    limit = job.make_stall_watch()
-    limit.enter("measuring micro-batches")
-    with limit.watching():
+    watch = job.make_stall_watch()
+    watch.enter("measuring micro-batches")
+    with watch.watching():
         return largest_micro_size(
             job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
         )
@@ -152,14 +152,11 @@ def _prepare_host_measurement(
     before_bytes = own_bytes()
 
     def measure_row_bytes(rows: int) -> int:
-        return (
-            _measure_peak_bytes(lambda: engine.run_and_discard(costliest_batch(rows, seq_len)))
-            - before_bytes
-        )
+        batch = costliest_batch(rows, seq_len)
+        return _measure_peak_bytes(lambda: engine.run_and_discard(batch)) - before_bytes
 
-    return measure_row_bytes, int(
-        HOST_LIMITS.target_share * monitor.limit.num_bytes
-    ) - monitor.used_bytes()
+    filled_bytes = int(HOST_LIMITS.target_share * monitor.limit.num_bytes)
+    return measure_row_bytes, filled_bytes - monitor.used_bytes()
 
 
 def _measure_peak_bytes(work: Callable[[], None]) -> int:

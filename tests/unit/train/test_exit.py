@@ -67,7 +67,7 @@ def unwatched():
 
 
 def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left, unwatched):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint(7))
+    early = StartupWatchdog(comm_of(0), asked(tmp_path), tmp_path, ResumePoint(7))
     wait_until(lambda: left)
     early.close()
     assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
@@ -75,7 +75,7 @@ def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left, unwatched):
 
 
 def test_one_that_has_begun_to_train_does_not(tmp_path, left, unwatched):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
+    early = StartupWatchdog(comm_of(0), asked(tmp_path), tmp_path, ResumePoint())
     early.close()
     unwatched()
     assert left == []
@@ -85,7 +85,7 @@ def test_a_phase_that_fails_is_not_watched_any_longer(tmp_path, left, unwatched)
     stop = StopFlag(tmp_path, environ={})
     with (
         pytest.raises(ConfigError),
-        train_exit.startup_watchdog(None, stop, tmp_path, ResumePoint()),
+        train_exit.startup_watchdog(comm_of(0), stop, tmp_path, ResumePoint()),
     ):
         raise ConfigError("no such model")
     unwatched()
@@ -94,10 +94,10 @@ def test_a_phase_that_fails_is_not_watched_any_longer(tmp_path, left, unwatched)
 
 def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     error = ConfigError("the compiler was killed")
-    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path, ResumePoint())
+    quiet = StartupWatchdog(comm_of(0), StopFlag(None, environ={}), tmp_path, ResumePoint())
     assert quiet.cause_of(error) is error
     quiet.close()
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
+    early = StartupWatchdog(comm_of(0), asked(tmp_path), tmp_path, ResumePoint())
     assert isinstance(early.cause_of(error), ResumableStop)
     early.close()
     assert early.cause_of(error) is error
