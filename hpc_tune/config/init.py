@@ -3,6 +3,8 @@
 model, data, machine, method -> ask for the missing ones -> YAML, checked -> FILE
 """
 
+import contextlib
+import os
 import re
 import shlex
 import sys
@@ -94,7 +96,7 @@ def write_config(
     Raises:
         ConfigError: if an answer cannot be used, or ``out`` exists or cannot be written.
     """
-    if out.exists():
+    if os.path.exists(out):
         raise ConfigError(f"{out} exists already; name another file with --out, or remove it")
     machine = replace(_parse_machine(given["machine"]), section=section)
     if given["method"] not in METHODS:
@@ -104,7 +106,8 @@ def write_config(
         try:
             write_file(out, _format_config(given, machine, out.stem, sizes))
         except OSError as error:
-            out.unlink(missing_ok=True)  # else a second try would say that it exists
+            with contextlib.suppress(OSError):
+                out.unlink()  # else a second try would say that it exists
             raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
 
     write(None)

@@ -443,8 +443,10 @@ def text_setting_names() -> frozenset[str]:
 
 
 def _list_sibling_names(path: str) -> list[str]:
-    folder = Path(path).parent
-    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    try:
+        return os.listdir(Path(path).parent)
+    except OSError:  # there is no such folder, or this user may not list it
+        return []
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:

@@ -7,6 +7,7 @@ The number of ranks is needed because other tools set the batch size per rank, w
 batch.global_size counts the rows of all ranks.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -345,7 +346,7 @@ def write_new_file(path: Path, text: str) -> None:
     Raises:
         ConfigError: if it exists already, or cannot be written.
     """
-    if path.exists():
+    if os.path.exists(path):
         raise ConfigError(f"--out {path} exists; remove it or choose another name")
     try:
         write_file(path, text)
