@@ -16,17 +16,15 @@ from hpc_tune.config.schema import RunConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
-_MIN_COMPILED_STEPS = 50  # steps
+_MAX_UNCOMPILED_STEPS = 50  # a run of so few steps would not gain from train.compile=auto
 
 
 def check_config(config: RunConfig) -> list[str]:
     """Return the problems of a configuration whose fields are valid individually."""
     parallel, tune, train = config.parallel, config.tune, config.train
-    of_zero = _check_without_zero(parallel)
-    if parallel.zero_stage is not None:
-        of_zero = _check_zero(parallel, parallel.zero_stage, tune, train)
+    stage = parallel.zero_stage
     return [
-        *of_zero,
+        *(_check_zero(parallel, stage, tune, train) if stage else _check_without_zero(parallel)),
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
         *_check_long_row_settings(parallel, tune, train, config.run.device),
@@ -54,7 +52,7 @@ def why_not_compiled(
         return f"train.compile={str(train.compile).lower()}"
     if is_mixture_of_experts:
         return "routers cannot be watched in a compiled block"
-    if train.max_steps is not None and train.max_steps <= _MIN_COMPILED_STEPS:
+    if train.max_steps is not None and train.max_steps <= _MAX_UNCOMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
     compiled = train.model_copy(update={"compile": True})
     against = [*_conflicts_with_compile(compiled, tune)]
@@ -398,16 +396,12 @@ def _check_tune(tune: TuneConfig) -> Iterator[str]:
         )
     if tune.method != "full":
         return
-    if tune.dropout:
-        yield "tune.dropout has no effect with tune.method=full; leave it out"
     for name in (
-        *("modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
-        "expert_rank",
+        *("dropout", "modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
+        *("expert_rank", "rslora"),
     ):
         if getattr(tune, name):
             yield f"tune.{name} has no effect with tune.method=full; leave it out"
-    if tune.rslora:
-        yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:
         yield (
             "tune.init_from names an adapter, but tune.method=full has none; name the weights to "
