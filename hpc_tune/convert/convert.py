@@ -26,6 +26,7 @@ from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import DATASET_LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import (
+    EMPTY_IN_THEIRS,
     ForeignConfig,
     Ignored,
     Mapped,
@@ -213,12 +214,11 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
         if outcome is None and key not in known.values:
-            outcome = Ignored("empty in their config")
+            outcome = EMPTY_IN_THEIRS
+        elif outcome is None and key in named:
+            outcome = Ignored("used where ${...} names it")
         elif outcome is None:
-            is_named = key in named
-            outcome = (
-                Ignored("used where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
-            )
+            outcome = Unsupported(UNKNOWN, to_do=True)
         value = (
             "(not shown)"
             if _SECRET.search(key)
