@@ -23,7 +23,7 @@ from hpc_tune.checkpoint.expert_adapters import (
 )
 from hpc_tune.checkpoint.export_metadata import (
     CARD_FILE,
-    CONFIG,
+    CONFIG_FILE,
     OTHER_TEMPLATES,
     read_rope_scaling,
     write_adapter_config,
@@ -375,7 +375,7 @@ def _is_export(out: Path) -> bool:
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(
-            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG, OTHER_TEMPLATES)
+            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG_FILE, OTHER_TEMPLATES)
             for e in entries
         )
     )

@@ -66,7 +66,7 @@ def find_base_name(base: Path) -> BaseName:
 # -- The model card, and the configuration of the training.
 
 
-CARD_FILE, CONFIG = "README.md", "training_config.yaml"
+CARD_FILE, CONFIG_FILE = "README.md", "training_config.yaml"
 _CAUSAL_CLASS = "AutoModelForCausalLM"
 
 _USAGE = {
@@ -168,7 +168,7 @@ def write_model_card(
     )
     (out / CARD_FILE).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
-    (out / CONFIG).write_text(text, encoding="utf-8")
+    (out / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _format_card(
@@ -187,7 +187,7 @@ def _format_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
         f"{origin} {rows['base model']}, made with hpc_tune {__version__}. The base model's "
         f"license and card apply here too.\n\n"
-        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
+        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG_FILE}]({CONFIG_FILE}).\n\n"
         f"```python\n{usage}\n```\n"
     )
 
