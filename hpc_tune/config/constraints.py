@@ -30,14 +30,14 @@ def check_config(config: RunConfig) -> list[str]:
         *_check_long_row_settings(parallel, tune, train, config.run.device),
         *(_conflicts_with_expert_parallel(parallel, train) if parallel.expert > 1 else ()),
         *(_conflicts_with_context_parallel(parallel, train) if parallel.context > 1 else ()),
-        *(conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *(_conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_check_float8(train, tune.method, config.model.dtype, config.run.device),
         *_conflicts_with_float8(train, tune),
         *_conflicts_with_compile(train, tune),
         *_check_objective(tune, config.data),
         *_check_tune(tune),
         *_check_optim(config.optim, tune.method),
-        *(conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
+        *(_conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
         *_check_data(config.data, train),
         *_check_time_limit(config.slurm),
         *_check_time_limit(config.pbs),
@@ -54,19 +54,21 @@ def why_not_compiled(
         return "routers cannot be watched in a compiled block"
     if train.max_steps is not None and train.max_steps <= _MAX_UNCOMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
+
+    def problems(train: TrainConfig) -> list[str]:
+        found = [*_conflicts_with_compile(train, tune)]
+        found += _check_long_row_settings(parallel, tune, train, "cuda")
+        if (parallel.tensor or 1) > 1:
+            found += _conflicts_with_tensor_parallel(tune, train)
+        if parallel.zero_stage == 3:
+            found += _check_zero_3(tune, train.compiles)
+        return found
+
+    without = problems(train)
     compiled = train.model_copy(update={"compile": True})
-    against = [*_conflicts_with_compile(compiled, tune)]
-    against += set(_check_long_row_settings(parallel, tune, compiled, "cuda")) - set(
-        _check_long_row_settings(parallel, tune, train, "cuda")
-    )
-    if (parallel.tensor or 1) > 1:
-        against += set(conflicts_with_tensor_parallel(tune, compiled)) - set(
-            conflicts_with_tensor_parallel(tune, train)
-        )
+    against = [problem for problem in problems(compiled) if problem not in without]
     if parallel.context > 1:
         against.append(f"parallel.context={parallel.context} sends messages within blocks")
-    if parallel.zero_stage == 3:
-        against += set(_check_zero_3(tune, True)) - set(_check_zero_3(tune, False))
     return next(iter(against), "")
 
 
@@ -279,7 +281,7 @@ def conflicts_with_row_pieces(
         )
 
 
-def conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+def _conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
@@ -307,7 +309,7 @@ def conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iter
 
 def allows_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.tensor > 1."""
-    return not any(conflicts_with_tensor_parallel(tune, train))
+    return not any(_conflicts_with_tensor_parallel(tune, train))
 
 
 def allows_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
@@ -434,7 +436,7 @@ def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
         )
 
 
-def conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
+def _conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (

@@ -86,18 +86,13 @@ class TrainedSource(HeldOutSource):
     )
 
 
-def list_names(sources: Sequence[HeldOutSource]) -> list[str]:
-    """Return the names of the sources."""
-    return [source.label for source in sources]
-
-
 def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
     """Yield a problem for each conflict between the sources of a mixture."""
     if not sources:
         yield "data.sources is an empty list; name at least one source, or data.path"
         return
     yield from check_source_names("data.sources", sources)
-    names = list_names(sources)
+    names = [source.label for source in sources]
     has = [_describe_amount(source) for source in sources]
     if set(has) not in ({"weight"}, {"epochs"}):
         said = ", ".join(f"{name} has {what}" for name, what in zip(names, has, strict=True))
@@ -129,7 +124,7 @@ def _describe_amount(source: TrainedSource) -> str:
 
 def check_source_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
     """Yield a problem for each duplicate name (metrics use names) and each empty path."""
-    names = list_names(sources)
+    names = [source.label for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting}: {names.count(name)} sources are called {name}; give each another name"
     for source in sources:

@@ -42,7 +42,7 @@ from hpc_tune.safe_yaml import load_yaml
 _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
-def expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
+def _expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths in place; yield a problem for each variable or revision that does not exist."""
     for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
@@ -149,13 +149,11 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def find_secrets(
-    settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> Iterator[str]:
+def _find_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each setting that contains a secret; the text masks the secret."""
     for name, value in settings.items():
         text = str(value)
-        if isinstance(value, str | list) and (masked := mask_secrets(text, environ)) != text:
+        if isinstance(value, str | list) and (masked := mask_secrets(text)) != text:
             yield (
                 f"{name}={masked}: it contains a secret, and settings are written into files "
                 "and reports; leave it in the environment, which each rank inherits"
@@ -216,7 +214,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_explain_unresolved(error)}")
         raise ConfigError(_join_problems(problems)) from None
-    problems += expand_paths_in_place(values)
+    problems += _expand_paths_in_place(values)
     if unwritable := list(_find_unencodable_text(values)):
         raise ConfigError(_join_problems([*problems, *unwritable]))
     try:
@@ -225,7 +223,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
         raise ConfigError(
             _join_problems([*problems, *explain_errors(error.errors(), source)])
         ) from None
-    secrets = find_secrets(flatten(config.model_dump()))
+    secrets = _find_secrets(flatten(config.model_dump()))
     if problems := [*problems, *check_config(config), *secrets]:
         raise ConfigError(_join_problems(problems))
     if config.optim.lr == "auto":
