@@ -471,6 +471,9 @@ def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
 
 
 def _check_sources(data: DataConfig) -> Iterator[str]:
+    for name, path in (("path", data.path), ("eval_path", data.eval_path)):
+        if path == []:
+            yield f"data.{name} is an empty list; name at least one file"
     if data.sources is None:
         if data.path is None:
             yield "data.path=null, and there are no data.sources: name the data to train on"

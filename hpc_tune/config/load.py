@@ -427,7 +427,7 @@ def _restore_text(content: Any, texts: Any) -> Any:
 
 @functools.cache
 def text_setting_names() -> frozenset[str]:
-    """Return the names of the fields that take free text, or a list of texts."""
+    """Return the names of the fields that take free text, or a list or mapping with texts."""
     return frozenset(
         name
         for name, field in _iterate_fields()
