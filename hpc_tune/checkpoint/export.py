@@ -23,7 +23,7 @@ from hpc_tune.checkpoint.expert_adapters import (
 )
 from hpc_tune.checkpoint.export_metadata import (
     CARD_FILE,
-    CONFIG,
+    CONFIG_FILE,
     OTHER_TEMPLATES,
     read_rope_scaling,
     write_adapter_config,
@@ -155,11 +155,10 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 
     names = [n for n in index.shapes if n.startswith(ADAPTER_PREFIX)]
-    regions = []
-    for name in names:
-        shape, values = index.shapes[name], functools.partial(index.read, name)
-        region = Region.whole(name, index.dtypes[name], shape, values)
-        regions.append(region)
+    regions = [
+        Region.whole(n, index.dtypes[n], index.shapes[n], functools.partial(index.read, n))
+        for n in names
+    ]
     written = write_regions(out / ADAPTER_FILE, regions)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({*map(adapted_layer, names)} - {""})
@@ -179,8 +178,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
             others = (path for path in paths if not adapted_layer(path) and SUFFIX not in path)
-            saved = {path.rpartition(".")[0] for path in others}
-            config.modules_to_save = sorted(saved)
+            config.modules_to_save = sorted({path.rpartition(".")[0] for path in others})
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
     write_adapter_config(config, base, out)
@@ -377,7 +375,7 @@ def _is_export(out: Path) -> bool:
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(
-            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG, OTHER_TEMPLATES)
+            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG_FILE, OTHER_TEMPLATES)
             for e in entries
         )
     )

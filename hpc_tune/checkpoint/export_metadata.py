@@ -25,6 +25,7 @@ from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.language import read_config
 from hpc_tune.model.rotary import length_independent_scaling
 from hpc_tune.model.tokenizer import (
+    TOKENIZER_CONFIG,
     fix_exported_tokenizer_class,
     load_tokenizer,
     may_have_own_class,
@@ -65,7 +66,7 @@ def find_base_name(base: Path) -> BaseName:
 # -- The model card, and the configuration of the training.
 
 
-CARD_FILE, CONFIG = "README.md", "training_config.yaml"
+CARD_FILE, CONFIG_FILE = "README.md", "training_config.yaml"
 _CAUSAL_CLASS = "AutoModelForCausalLM"
 
 _USAGE = {
@@ -167,7 +168,7 @@ def write_model_card(
     )
     (out / CARD_FILE).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
-    (out / CONFIG).write_text(text, encoding="utf-8")
+    (out / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _format_card(
@@ -186,7 +187,7 @@ def _format_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
         f"{origin} {rows['base model']}, made with hpc_tune {__version__}. The base model's "
         f"license and card apply here too.\n\n"
-        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
+        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG_FILE}]({CONFIG_FILE}).\n\n"
         f"```python\n{usage}\n```\n"
     )
 
@@ -307,7 +308,6 @@ def _to_json_types(value: Any) -> Any:
 
 
 TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def write_chat_template(template: str | None, base: Path, out: Path) -> None:
@@ -330,7 +330,7 @@ def write_chat_template(template: str | None, base: Path, out: Path) -> None:
 def _write_chat_template(template: str, out: Path) -> None:
     """Write one template, also to the place where older transformers look for it."""
     (out / TEMPLATE).write_text(template, encoding="utf-8")
-    file = out / _TOKENIZER_CONFIG
+    file = out / TOKENIZER_CONFIG
     if file.is_file():
         settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -341,12 +341,9 @@ def _copy_missing_templates(base: Path, out: Path) -> None:
     for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
         (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
-    config = (
-        json.loads((out / _TOKENIZER_CONFIG).read_text("utf-8"))
-        if (out / _TOKENIZER_CONFIG).is_file()
-        else {}
-    )
-    if (out / TEMPLATE).exists() or config.get("chat_template"):
+    copied = out / TOKENIZER_CONFIG
+    settings = json.loads(copied.read_text("utf-8")) if copied.is_file() else {}
+    if (out / TEMPLATE).exists() or settings.get("chat_template"):
         return
     if found := read_processor_template(base):
         named = found[1] if isinstance(found[1], dict) else {"default": found[1]}

@@ -86,9 +86,8 @@ def export_gguf(
     require_merge_memory(merged)
     regions = _tensor_regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
-        divisors = llama3_frequency_divisors(transformers_config)
+        name, divisors = "rope_freqs.weight", llama3_frequency_divisors(transformers_config)
         shape = tuple(divisors.shape)
-        name = "rope_freqs.weight"
         regions[name] = Region.whole(name, divisors.dtype, shape, lambda: divisors)
     from gguf import GGUFWriter
 
@@ -140,7 +139,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
         why = f"hidden_act={config['hidden_act']}, expected silu"
     if why is not None:
         raise ConfigError(f"--to gguf does not write this model: {why}; {_ALTERNATIVE}")
-    return _ARCHITECTURES[str(kind)]
+    return llama_cpp
 
 
 def _yarn_differences(rope: dict[str, Any]) -> list[str]:
@@ -238,8 +237,9 @@ def _write_tensors(
     num_heads = config["num_attention_heads"]
     heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
     for done, (name, region) in enumerate(regions.items(), 1):
-        turned = heads.get(name.split(".")[-2]) if architecture == "llama" else None
-        writer.write_tensor_data(_integer_bits(region, matrices.get(name, torch.float32), turned))
+        dtype = matrices.get(name, torch.float32)
+        rotary_heads = heads.get(name.split(".")[-2]) if architecture == "llama" else None
+        writer.write_tensor_data(_integer_bits(region, dtype, rotary_heads))
         progress.update(done)
     progress.close()
     for file in writer.fout:
@@ -281,7 +281,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     if not file.is_file():
         raise ConfigError(f"--to gguf needs the base model's tokenizer.json; {_ALTERNATIVE}")
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    cut = _pre_tokenizer_name(tokenizer)
+    split_rule = _pre_tokenizer_name(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
     kinds = [_UNUSED] * num_tokens
     found = [(number, text, _NORMAL) for text, number in tokenizer["model"]["vocab"].items()]
@@ -292,7 +292,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
         if number < num_tokens:
             tokens[number], kinds[number] = text, kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(cut)
+    writer.add_tokenizer_pre(split_rule)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     ids = {name: value for name, value in config.items() if name.endswith("_token_id")}

@@ -102,9 +102,9 @@ def require_base(located: LocatedCheckpoint, option: str) -> Path:
             f"moved, name its folder with {option} DIR"
         )
     state = located.state
-    is_used = state.config["tune"]["method"] != "full"
+    uses_base = state.config["tune"]["method"] != "full"
     if (
-        is_used
+        uses_base
         and state.model_sample
         and state.has_other_weights(fingerprint_weights(index_model_directory(located.base)))
     ):
@@ -116,7 +116,11 @@ def require_base(located: LocatedCheckpoint, option: str) -> Path:
 
 
 def read_template(run_dir: Path, chat_template: str | None) -> str | None:
-    """Return the run's own copy of its chat template; None if data.chat_template was unset."""
+    """Return the run's own copy of its chat template; None if data.chat_template was unset.
+
+    Raises:
+        ConfigError: if the copy cannot be read.
+    """
     if chat_template is None:
         return None
     kept = run_dir / TEMPLATE_FILE

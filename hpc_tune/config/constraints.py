@@ -16,30 +16,28 @@ from hpc_tune.config.schema import RunConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
-_MIN_COMPILED_STEPS = 50  # steps
+_MAX_UNCOMPILED_STEPS = 50  # a run of so few steps would not gain from train.compile=auto
 
 
 def check_config(config: RunConfig) -> list[str]:
     """Return the problems of a configuration whose fields are valid individually."""
     parallel, tune, train = config.parallel, config.tune, config.train
-    of_zero = _check_without_zero(parallel)
-    if parallel.zero_stage is not None:
-        of_zero = _check_zero(parallel, parallel.zero_stage, tune, train)
+    stage = parallel.zero_stage
     return [
-        *of_zero,
+        *(_check_zero(parallel, stage, tune, train) if stage else _check_without_zero(parallel)),
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
         *_check_long_row_settings(parallel, tune, train, config.run.device),
         *(_conflicts_with_expert_parallel(parallel, train) if parallel.expert > 1 else ()),
         *(_conflicts_with_context_parallel(parallel, train) if parallel.context > 1 else ()),
-        *(conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *(_conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_check_float8(train, tune.method, config.model.dtype, config.run.device),
         *_conflicts_with_float8(train, tune),
         *_conflicts_with_compile(train, tune),
         *_check_objective(tune, config.data),
         *_check_tune(tune),
         *_check_optim(config.optim, tune.method),
-        *(conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
+        *(_conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
         *_check_data(config.data, train),
         *_check_time_limit(config.slurm),
         *_check_time_limit(config.pbs),
@@ -54,21 +52,23 @@ def why_not_compiled(
         return f"train.compile={str(train.compile).lower()}"
     if is_mixture_of_experts:
         return "routers cannot be watched in a compiled block"
-    if train.max_steps is not None and train.max_steps <= _MIN_COMPILED_STEPS:
+    if train.max_steps is not None and train.max_steps <= _MAX_UNCOMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
+
+    def problems(train: TrainConfig) -> list[str]:
+        found = [*_conflicts_with_compile(train, tune)]
+        found += _check_long_row_settings(parallel, tune, train, "cuda")
+        if (parallel.tensor or 1) > 1:
+            found += _conflicts_with_tensor_parallel(tune, train)
+        if parallel.zero_stage == 3:
+            found += _check_zero_3(tune, train.compiles)
+        return found
+
+    without = problems(train)
     compiled = train.model_copy(update={"compile": True})
-    against = [*_conflicts_with_compile(compiled, tune)]
-    against += set(_check_long_row_settings(parallel, tune, compiled, "cuda")) - set(
-        _check_long_row_settings(parallel, tune, train, "cuda")
-    )
-    if (parallel.tensor or 1) > 1:
-        against += set(conflicts_with_tensor_parallel(tune, compiled)) - set(
-            conflicts_with_tensor_parallel(tune, train)
-        )
+    against = [problem for problem in problems(compiled) if problem not in without]
     if parallel.context > 1:
         against.append(f"parallel.context={parallel.context} sends messages within blocks")
-    if parallel.zero_stage == 3:
-        against += set(_check_zero_3(tune, True)) - set(_check_zero_3(tune, False))
     return next(iter(against), "")
 
 
@@ -281,7 +281,7 @@ def conflicts_with_row_pieces(
         )
 
 
-def conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+def _conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
@@ -309,7 +309,7 @@ def conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iter
 
 def allows_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.tensor > 1."""
-    return not any(conflicts_with_tensor_parallel(tune, train))
+    return not any(_conflicts_with_tensor_parallel(tune, train))
 
 
 def allows_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
@@ -398,16 +398,12 @@ def _check_tune(tune: TuneConfig) -> Iterator[str]:
         )
     if tune.method != "full":
         return
-    if tune.dropout:
-        yield "tune.dropout has no effect with tune.method=full; leave it out"
     for name in (
-        *("modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
-        "expert_rank",
+        *("dropout", "modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
+        *("expert_rank", "rslora"),
     ):
         if getattr(tune, name):
             yield f"tune.{name} has no effect with tune.method=full; leave it out"
-    if tune.rslora:
-        yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:
         yield (
             "tune.init_from names an adapter, but tune.method=full has none; name the weights to "
@@ -440,7 +436,7 @@ def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
         )
 
 
-def conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
+def _conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (
@@ -475,6 +471,9 @@ def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
 
 
 def _check_sources(data: DataConfig) -> Iterator[str]:
+    for name, path in (("path", data.path), ("eval_path", data.eval_path)):
+        if path == []:
+            yield f"data.{name} is an empty list; name at least one file"
     if data.sources is None:
         if data.path is None:
             yield "data.path=null, and there are no data.sources: name the data to train on"

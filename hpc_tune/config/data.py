@@ -86,18 +86,13 @@ class TrainedSource(HeldOutSource):
     )
 
 
-def list_names(sources: Sequence[HeldOutSource]) -> list[str]:
-    """Return the names of the sources."""
-    return [source.label for source in sources]
-
-
 def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
     """Yield a problem for each conflict between the sources of a mixture."""
     if not sources:
         yield "data.sources is an empty list; name at least one source, or data.path"
         return
     yield from check_source_names("data.sources", sources)
-    names = list_names(sources)
+    names = [source.label for source in sources]
     has = [_describe_amount(source) for source in sources]
     if set(has) not in ({"weight"}, {"epochs"}):
         said = ", ".join(f"{name} has {what}" for name, what in zip(names, has, strict=True))
@@ -108,10 +103,10 @@ def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
         return
     weights = [source.weight or 0.0 for source in sources]
     if has[0] == "weight" and abs((total := sum(weights)) - 1) > _SUM_TOLERANCE:
-        normalised = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
+        normalized = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
         yield (
             f"data.sources: the weights add up to {total:g}, and as shares of the learned tokens "
-            f"they must add up to 1; divided by their sum they are {normalised}"
+            f"they must add up to 1; divided by their sum they are {normalized}"
         )
     for source in sources:
         if source.epochs is not None and source.epochs > source.max_epochs:
@@ -129,7 +124,7 @@ def _describe_amount(source: TrainedSource) -> str:
 
 def check_source_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
     """Yield a problem for each duplicate name (metrics use names) and each empty path."""
-    names = list_names(sources)
+    names = [source.label for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting}: {names.count(name)} sources are called {name}; give each another name"
     for source in sources:
@@ -264,12 +259,11 @@ class DataConfig(Section):
 
     def for_source(self, source: HeldOutSource) -> "DataConfig":
         """Return this section as it applies to one source, without the lists of sources."""
-        own = {"columns": source.columns, "chat_template": source.chat_template}
-        own["loss_on"] = source.loss_on
-        said = {name: value for name, value in own.items() if value is not None}
-        return self.model_copy(
-            update={"path": source.path, "sources": None, "eval_sources": None, **said}
-        )
+        update = {"path": source.path, "sources": None, "eval_sources": None}
+        for name in ("columns", "chat_template", "loss_on"):
+            if (own := getattr(source, name)) is not None:
+                update[name] = own
+        return self.model_copy(update=update)
 
 
 def is_prepared(path: str | list[str] | None) -> bool:

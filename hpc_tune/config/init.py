@@ -3,11 +3,13 @@
 model, data, machine, method -> ask for the missing ones -> YAML, checked -> FILE
 """
 
+import contextlib
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +40,7 @@ class TargetMachine:
 
     nodes: int
     gpus: int
-    section: Literal["slurm", "pbs"] = "slurm"
+    section: Literal["slurm", "pbs"]
 
 
 @dataclass(frozen=True)
@@ -94,17 +96,18 @@ def write_config(
     Raises:
         ConfigError: if an answer cannot be used, or ``out`` exists or cannot be written.
     """
-    if out.exists():
+    if os.path.exists(out):
         raise ConfigError(f"{out} exists already; name another file with --out, or remove it")
-    machine = replace(_parse_machine(given["machine"]), section=section)
+    machine = _parse_machine(given["machine"], section)
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
 
     def write(sizes: PlannedSizes | None) -> None:
         try:
-            write_file(out, _format_config(given, machine, out.stem, sizes))
+            write_file(out, "\n".join([*_config_lines(given, machine, out.stem, sizes), ""]))
         except OSError as error:
-            out.unlink(missing_ok=True)  # else a second try would say that it exists
+            with contextlib.suppress(OSError):
+                out.unlink()  # else a second try would say that it exists
             raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
 
     write(None)
@@ -123,19 +126,13 @@ def interactive_input() -> Callable[[str], str] | None:
     return input if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
-def _parse_machine(text: str) -> TargetMachine:
+def _parse_machine(text: str, section: Literal["slurm", "pbs"]) -> TargetMachine:
     if text == "cpu":
-        return TargetMachine(1, 0)
+        return TargetMachine(1, 0, section)
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise ConfigError(f"--machine {text}: expected cpu, or NODESxGPUS such as 2x8")
-    return TargetMachine(int(match[1]), int(match[2]))
-
-
-def _format_config(
-    given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
-) -> str:
-    return "\n".join([*_config_lines(given, machine, name, sizes), ""])
+    return TargetMachine(int(match[1]), int(match[2]), section)
 
 
 def _config_lines(

@@ -27,10 +27,9 @@ from pydantic.fields import FieldInfo
 
 from hpc_tune.config.constraints import check_config
 from hpc_tune.config.data import HeldOutSource, TrainedSource
-from hpc_tune.config.optim import OptimConfig, auto_lr
+from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import PathKind, SettingFacts, facts_of, flatten
-from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line, require_utf8
 from hpc_tune.files import write_file
 from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_repo_cache
@@ -43,7 +42,7 @@ from hpc_tune.safe_yaml import load_yaml
 _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
-def expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
+def _expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths in place; yield a problem for each variable or revision that does not exist."""
     for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
@@ -150,13 +149,11 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def find_secrets(
-    settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> Iterator[str]:
+def _find_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each setting that contains a secret; the text masks the secret."""
     for name, value in settings.items():
         text = str(value)
-        if isinstance(value, str | list) and (masked := mask_secrets(text, environ)) != text:
+        if isinstance(value, str | list) and (masked := mask_secrets(text)) != text:
             yield (
                 f"{name}={masked}: it contains a secret, and settings are written into files "
                 "and reports; leave it in the environment, which each rank inherits"
@@ -217,7 +214,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_explain_unresolved(error)}")
         raise ConfigError(_join_problems(problems)) from None
-    problems += expand_paths_in_place(values)
+    problems += _expand_paths_in_place(values)
     if unwritable := list(_find_unencodable_text(values)):
         raise ConfigError(_join_problems([*problems, *unwritable]))
     try:
@@ -226,11 +223,12 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
         raise ConfigError(
             _join_problems([*problems, *explain_errors(error.errors(), source)])
         ) from None
-    secrets = find_secrets(flatten(config.model_dump()))
+    secrets = _find_secrets(flatten(config.model_dump()))
     if problems := [*problems, *check_config(config), *secrets]:
         raise ConfigError(_join_problems(problems))
-    optim = _resolve_auto_lr(config.optim, config.tune)
-    return config.model_copy(update={"optim": optim})
+    if config.optim.lr == "auto":
+        return config.with_changes({"optim.lr": auto_lr(config.tune)})
+    return config
 
 
 def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
@@ -264,20 +262,17 @@ def uses_builtin_model_and_data(overrides: Sequence[str]) -> bool:
     for override in overrides:
         with contextlib.suppress(ConfigError):
             _apply_override(tree, override)
-    parts = [_as_dict(tree).get(part) for part in ("model", "data")]
-    paths = [fields.get("path") for fields in parts if isinstance(fields, dict)]
-    if any(fields.get("sources") is not None for fields in parts if isinstance(fields, dict)):
+    given = [_as_dict(tree).get(part) for part in ("model", "data")]
+    parts = [fields for fields in given if isinstance(fields, dict)]
+    if any(fields.get("sources") is not None for fields in parts):
         return False
+    paths = [fields.get("path") for fields in parts]
     return all(path is None or str(path).startswith("builtin:") for path in paths)
 
 
 def _as_dict(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
     values: Any = OmegaConf.to_container(tree, resolve=resolve)
     return values
-
-
-def _resolve_auto_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
-    return optim if optim.lr != "auto" else optim.model_copy(update={"lr": auto_lr(tune)})
 
 
 def _find_unencodable_text(values: dict[Any, Any]) -> Iterator[str]:
@@ -303,13 +298,12 @@ def _merge_with_defaults(tree: DictConfig) -> DictConfig:
 
 def write_resolved_config(config: RunConfig, path: Path) -> None:
     """Write every field of ``config`` to ``path`` as YAML that ``load_config`` reads back."""
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
-    write_file(path, text)
+    write_file(path, yaml.safe_dump(config.model_dump(), sort_keys=False))
 
 
 def setting_names() -> list[str]:
     """Return the dotted name of every field."""
-    return [name for name, _ in _iterate_fields()]
+    return list(setting_facts())
 
 
 @functools.cache
@@ -337,10 +331,8 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
         in_source = _IN_SOURCE.match(name)  # data.sources.0.path.str: the branch is cut off
         if error["type"] == "extra_forbidden":
             for one in _names_in_section(name, error["input"]):
-                at = in_source
-                near = (at[1] + at[3], _SOURCE_FIELDS) if at else (one, known)
-                hint = _ADVICE.get(one) or _suggest_near(*near)
-                hint += _scheduler_option_hint(one)
+                near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (one, known)
+                hint = (_ADVICE.get(one) or _suggest_near(*near)) + _scheduler_option_hint(one)
                 unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -362,9 +354,10 @@ def _scheduler_option_hint(name: str) -> str:
     """Return a hint on how to pass an unknown option of a section on to its scheduler."""
     if name.startswith("pbs."):
         return "; pass other qsub options by pbs.options=['-X VALUE'], with the letter"
-    option = name.removeprefix("slurm.").replace("_", "-")
-    is_of_slurm = name.startswith("slurm.")
-    return f"; pass other sbatch options by slurm.options=[--{option}=...]" if is_of_slurm else ""
+    if name.startswith("slurm."):
+        option = name.removeprefix("slurm.").replace("_", "-")
+        return f"; pass other sbatch options by slurm.options=[--{option}=...]"
+    return ""
 
 
 def _names_in_section(name: str, value: Any) -> list[str]:
@@ -434,7 +427,7 @@ def _restore_text(content: Any, texts: Any) -> Any:
 
 @functools.cache
 def text_setting_names() -> frozenset[str]:
-    """Return the names of the fields that take free text, or a list of texts."""
+    """Return the names of the fields that take free text, or a list or mapping with texts."""
     return frozenset(
         name
         for name, field in _iterate_fields()
@@ -443,8 +436,10 @@ def text_setting_names() -> frozenset[str]:
 
 
 def _list_sibling_names(path: str) -> list[str]:
-    folder = Path(path).parent
-    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    try:
+        return os.listdir(Path(path).parent)
+    except OSError:  # there is no such folder, or this user may not list it
+        return []
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:

@@ -220,9 +220,10 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     if shard is not None:
         axes["shard"] = expert * _largest_divisor(rest // expert, shard // expert)
     axes["expert"] = expert
-    if replicate is not None:
-        most = _largest_divisor(rest // expert, replicate)
-        axes["replicate"] = rest // axes["shard"] if shard is not None else most
+    if replicate is not None and shard is not None:
+        axes["replicate"] = rest // axes["shard"]
+    elif replicate is not None:
+        axes["replicate"] = _largest_divisor(rest // expert, replicate)
     return {name: size for name, size in axes.items() if size != getattr(parallel, name)}
 
 

@@ -4,6 +4,7 @@ The keys are those of transformers' config.json. This module, without torch, che
 each kind needs; ``model/rotary.py`` checks what a model family supports.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -36,7 +37,8 @@ _ORIGINAL_LENGTH_HINT = (
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < math.inf
 
 
 def _is_above_0(value: Any) -> bool:

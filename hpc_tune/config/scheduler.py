@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from hpc_tune.config.section import PositiveInt, Seconds, Section, setting
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-MEMORY_PATTERN = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
+_MEMORY_PATTERN = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
 _MIN_MEGABYTES = 1000
 
 
@@ -38,7 +38,7 @@ def _check_slurm_time(text: str) -> str:
 
 def _check_slurm_memory(text: str | None) -> str | None:
     """Refuse what sbatch refuses, and a number that probably lacks its unit."""
-    match = MEMORY_PATTERN.fullmatch(text) if text is not None else None
+    match = _MEMORY_PATTERN.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T after it, such as 700G")
     if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
@@ -167,7 +167,7 @@ class JobConfig(Section):
     @property
     def memory_bytes(self) -> int | None:
         """The bytes of host memory per node; None if unset, or if all of it is requested (0)."""
-        match = MEMORY_PATTERN.fullmatch(self.memory or "0")
+        match = _MEMORY_PATTERN.fullmatch(self.memory or "0")
         if match is None or not int(match[1]):
             return None
         return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]
@@ -277,7 +277,7 @@ def _check_walltime(text: str) -> str:
 
 def _check_pbs_memory(text: str | None) -> str | None:
     """Refuse what qsub refuses, and a number without a unit, which would mean bytes."""
-    match = MEMORY_PATTERN.fullmatch(text) if text is not None else None
+    match = _MEMORY_PATTERN.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
         raise ValueError("PBS takes a whole number with kb, mb, gb or tb after it, such as 700gb")
     return text

@@ -264,10 +264,10 @@ class CheckpointConfig(Section):
         "auto",
         "free",
         "Bytes of host memory per rank for copies of what is not yet written when the "
-        "next update is due. With more memory the update waits less; on a GPU it only waits for "
-        "the copies if they hold all that the rank writes, in pinned memory that is kept for the "
-        "next save while there is room. auto: on a GPU enough for all, if the memory governor "
-        "finds room for it; else 256 MiB.",
+        "next update is due. With more memory the update waits less; on a GPU it waits for "
+        "nothing but the copies if they hold all that the rank writes, in pinned memory that is "
+        "kept for the next save while there is room. auto: on a GPU enough for all, if the memory "
+        "governor finds room for it; else 256 MiB.",
     )
     required: bool = setting(
         True,
@@ -326,10 +326,9 @@ class RunSettings(Section):
         1800.0,
         "free",
         "Seconds after which the job ends if a rank does not join a collective, or neither "
-        "reads nor computes while the others wait for it. The rank is "
-        "named, and the backends' own limit is a minute later. A suspended job continues "
-        "afterwards. Half an hour is longer than slow file systems take; a lower value ends a job "
-        "that hangs sooner.",
+        "reads nor computes while the others wait for it. The rank is named, and the backends' "
+        "own limit is a minute later. A suspended job continues afterwards. Half an hour is "
+        "longer than slow file systems take; a lower value ends a job that hangs sooner.",
         aliases="ddp_timeout",
     )
     start_timeout: Seconds | Literal["auto"] = setting(

@@ -24,8 +24,6 @@ _FULL = "none: all weights are trained"
 _OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 # Plugins that change how something is computed, but not the result.
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
-
-
 # Values of dpo_loss_type that correspond to our objective dpo.
 _DPO = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
@@ -133,8 +131,7 @@ def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_profile(value: Any, theirs: ForeignConfig) -> Outcome:
     skipped = theirs.integer("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
-    first = skipped + 1
-    return Mapped({"train.profile": f"{first}:{theirs.integer('profiler_steps')}"})
+    return Mapped({"train.profile": f"{skipped + 1}:{theirs.integer('profiler_steps')}"})
 
 
 def _convert_trackers(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -200,10 +197,10 @@ def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.objective == "dpo" and _list_losses(theirs) == ["robust"] and value not in OFF_VALUES:
-        return Mapped({"tune.label_smoothing": value})
-    if theirs.objective not in ("dpo", SFT):
+    if theirs.objective != "dpo":
         return Ignored(f"{theirs.objective} does not use it there")
+    if _list_losses(theirs) == ["robust"] and value not in OFF_VALUES:
+        return Mapped({"tune.label_smoothing": value})
     return rules.apply_rule(preferences.SMOOTHING_RULE, value, theirs)
 
 
@@ -448,8 +445,7 @@ _TO_DO = {
     rules.ONLY_ADAMW: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
     "dion_rank_fraction dion_rank_multiple_of grokfast_alpha grokfast_lamb",
     hf_trainer.SCHEDULE_ADVICE: "lr_scheduler_kwargs.* lr_quadratic_warmup "
-    "cosine_constant_lr_ratio "
-    "lr_div_factor",
+    "cosine_constant_lr_ratio lr_div_factor",
     "cross entropy of the next token is the only loss": "use_eaft",
     "there is only one training loop": "trainer_cls",
     "nothing is quantized or pruned in training, except the base by qlora": "qat.* quantization.* "

@@ -22,10 +22,8 @@ _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 DATASET_LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
-_ENDING = Ignored("the ending of a file tells its format")
 _LEARNED = Ignored("the assistant's answers are learned, each up to the token that ends it")
 # Types whose records have fields that hpc_tune knows; axolotl adds words of its own to some.
-_CHAT_TYPES = ("chat_template", "sharegpt")
 _ALPACA_TYPES = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
 _QUESTION_TYPES = ("jeopardy", "context_qa.load_v2")
 _TEXT_TYPES = ("completion", "pretrain")
@@ -83,14 +81,15 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
 def _path_rule(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
-            return _ENDING
+            return rules.FORMAT_BY_ENDING
         items = theirs.items(part)
         item = next(i for i in items if value in (i.get("path"), i.get("data_files")))
         if not _usable_files(item):
             if item.get("path") not in _LOADERS:
                 return rules.explain_hub_data(value, ours)
-            instead = f"write it as JSONL or Parquet into a folder, and name that in {ours}"
-            return Unsupported(instead, to_do=True)
+            return Unsupported(
+                f"write it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True
+            )
         files = list_readable_data_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
 
@@ -108,7 +107,7 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
         return Mapped({"data.columns": _all_columns(theirs)})
     if name in _TEXT_TYPES:
         return Ignored("records with text are learned as a whole")
-    if name in _CHAT_TYPES or name.startswith("sharegpt"):
+    if name == "chat_template" or name.startswith("sharegpt"):
         return Ignored("messages are written by the chat template")
     if name.split(".")[0].split(":")[0] in _ALPACA_TYPES or name in _QUESTION_TYPES:
         return Unsupported(
@@ -150,17 +149,17 @@ def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     for part in DATASET_LISTS:
         for item in theirs.items(part):
             for name, field in _find_renamed_columns(item, theirs.has_preferences):
-                if name != field and field not in columns.values():
+                if field not in columns.values():
                     columns.setdefault(name, field)
     return columns
 
 
 def _find_renamed_columns(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
-    """Yield (column, field) for the columns that a dataset names by type or by key."""
+    """Yield (column, field) for the columns whose names differ from those of their fields."""
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
         name = str(item.get(key, field))
-        if _READ_AS.get(name) != field:
+        if field not in (name, _READ_AS.get(name)):
             yield name, field
 
 
@@ -279,7 +278,7 @@ _MAPPED: dict[str, Rule] = {
 }
 _IGNORED = {
     rules.FOUND_BY_KEYS: "field_human field_model roles.* input_format",
-    _ENDING.why: "ds_type",
+    rules.FORMAT_BY_ENDING.why: "ds_type",
     "all keys of a message are given to the template": "field_thinking",
     "all ranks prepare the data, each one a part": "preprocess_shards",
     "only training on rewards or a teacher's probabilities uses it": "logprobs_field temperature "

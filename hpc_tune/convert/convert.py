@@ -7,6 +7,7 @@ The number of ranks is needed because other tools set the batch size per rank, w
 batch.global_size counts the rows of all ranks.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import DATASET_LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import (
+    EMPTY_IN_THEIRS,
     ForeignConfig,
     Ignored,
     Mapped,
@@ -212,12 +214,11 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
         if outcome is None and key not in known.values:
-            outcome = Ignored("empty in their config")
+            outcome = EMPTY_IN_THEIRS
+        elif outcome is None and key in named:
+            outcome = Ignored("used where ${...} names it")
         elif outcome is None:
-            is_named = key in named
-            outcome = (
-                Ignored("used where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
-            )
+            outcome = Unsupported(UNKNOWN, to_do=True)
         value = (
             "(not shown)"
             if _SECRET.search(key)
@@ -345,7 +346,7 @@ def write_new_file(path: Path, text: str) -> None:
     Raises:
         ConfigError: if it exists already, or cannot be written.
     """
-    if path.exists():
+    if os.path.exists(path):
         raise ConfigError(f"--out {path} exists; remove it or choose another name")
     try:
         write_file(path, text)

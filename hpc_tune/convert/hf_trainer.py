@@ -24,7 +24,7 @@ from hpc_tune.files import read_json_object
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
 _SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 SCHEDULE_ADVICE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
-_TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
+_SCHEDULES_WITH_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
 _END_REMARK = "the final rate is reached in the last step here, and one step later there"
 # For load balance between experts.
@@ -109,9 +109,8 @@ def early_stop_rule(share: str) -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
-            remark = "the held-out loss counts, including the one at the start"
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
-            return Mapped(ours, remark)
+            return Mapped(ours, "the held-out loss counts, including the one at the start")
         return Unsupported(
             f"set train.stop_after_evals={value} with data.eval_path and train.eval_every_steps",
             to_do=True,
@@ -209,7 +208,7 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
 
 def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
-    if name in _TAKES_ARGUMENTS:
+    if name in _SCHEDULES_WITH_ARGUMENTS:
         return Ignored("optim.schedule, optim.restarts and optim.decay_ratio say it")
     return Unsupported(SCHEDULE_ADVICE, to_do=True)
 
@@ -234,9 +233,9 @@ def _known_warmup_steps(theirs: ForeignConfig) -> int:
 
 def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the optimizer; only AdamW is supported."""
-    if str(value) in _PLAIN_ADAMW:
-        return Ignored("AdamW is the only optimizer")
     name = str(value)
+    if name in _PLAIN_ADAMW:
+        return Ignored("AdamW is the only optimizer")
     if "adamw" in name and "8bit" in name:
         return convert_adamw_8bit(theirs, "" if "torch" in name else _BNB_REMARK, "paged" in name)
     if "adamw" in name and re.search("bit|fp8|paged", name):
@@ -294,8 +293,9 @@ def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if not are_names(value):
-        why = "tune.modules_to_save takes names of modules, such as [lm_head]"
-        return Unsupported(why, to_do=True)
+        return Unsupported(
+            "tune.modules_to_save takes names of modules, such as [lm_head]", to_do=True
+        )
     return Mapped({"tune.modules_to_save": split_names(value)})
 
 
@@ -361,8 +361,7 @@ TRAINER_RULES = rules.rule_table(
     },
     ignored={
         PREPARATION_REASON: "dataloader_num_workers dataloader_prefetch_factor "
-        "dataloader_pin_memory "
-        "dataloader_drop_last streaming group_by_length",
+        "dataloader_pin_memory dataloader_drop_last streaming group_by_length",
         rules.LARGEST_MICRO_BATCH: "auto_find_batch_size",
         rules.LAYOUT_REASON: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
@@ -411,14 +410,13 @@ _LAYERS = {
 }
 _STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
 _OUTPUT_HEAD = {"lm_head"}  # absent from files if it is tied to the embedding
-_MAX_HEADER_BYTES = 64 << 20  # bytes; a larger header means a damaged file
+_MAX_HEADER_BYTES = 64 << 20  # a larger header means a damaged file
 
 
 def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for the names of layers that get adapters, given the config's model."""
     layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
-    unknown = [] if layers is None else [name for name in names if name not in layers]
-    if not unknown or layers is None:
+    if layers is None or not (unknown := [name for name in names if name not in layers]):
         return Mapped({"tune.targets": names})
     is_one = len(unknown) == 1
     return Unsupported(

@@ -258,10 +258,9 @@ _IGNORED = {
     "data.path names the file itself": "dataset_dir",
     "the files of a folder are one dataset": "mix_strategy",
     hf_trainer.PREPARATION_REASON: "overwrite_cache preprocessing_num_workers "
-    "preprocessing_batch_size "
-    "tokenized_path dataloader_persistent_workers buffer_size data_shared_file_system "
-    "dataloader_in_order dataloader_multiprocessing_context train_sampling_strategy "
-    "length_column_name sortish_sampler",
+    "preprocessing_batch_size tokenized_path dataloader_persistent_workers buffer_size "
+    "data_shared_file_system dataloader_in_order dataloader_multiprocessing_context "
+    "train_sampling_strategy length_column_name sortish_sampler",
     "checkpoints in run.dir have the optimizer; a new run has a new run.dir": "save_only_model "
     "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
     "ignore_data_skip restore_callback_states_from_checkpoint",
@@ -291,9 +290,8 @@ _IGNORED = {
     "mpirun, srun or torchrun start the ranks": "ray_storage_path ray_storage_filesystem "
     "placement_strategy ray_init_kwargs.*",
     rules.LAYOUT_REASON: "ddp_static_graph ddp_backend parallelism_config.* "
-    "tensor_model_parallel_size "
-    "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
-    "sequence_parallel virtual_pipeline_model_parallel_size",
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+    "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     hf_trainer.NF4_REASON: "double_quantization",
     "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr",
     rules.FOUND_BY_KEYS: "remove_unused_columns",

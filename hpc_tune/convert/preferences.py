@@ -43,11 +43,11 @@ def map_objective(theirs: ForeignConfig) -> Mapped:
 def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
     """Rule that gives ``outcome`` for preferences if the value is on, and else applies ``rule``."""
 
-    def whole(value: Any, theirs: ForeignConfig) -> Outcome:
+    def overridden(value: Any, theirs: ForeignConfig) -> Outcome:
         is_other = theirs.has_preferences and value not in OFF_VALUES
         return apply_rule(outcome if is_other else rule, value, theirs)
 
-    return whole
+    return overridden
 
 
 def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
@@ -106,20 +106,17 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     reference is the model without any adapter.
     """
 
-    def whole(value: Any, theirs: ForeignConfig) -> Outcome:
+    def with_remark(value: Any, theirs: ForeignConfig) -> Outcome:
         outcome = apply_rule(rule, value, theirs)
         is_same = bool(key) and theirs.get(key) == value
-        if (
-            not isinstance(outcome, Mapped)
-            or is_same
-            or not tune_with_objective(theirs).has_reference
-        ):
+        has_reference = tune_with_objective(theirs).has_reference
+        if not isinstance(outcome, Mapped) or is_same or not has_reference:
             return outcome
         remark = "the reference is the model with this adapter here, and without it there: "
         remark += f"if you need theirs, merge nothing and stay with them; {outcome.remark}"
         return Mapped(outcome.settings, remark, to_do=True)
 
-    return whole
+    return with_remark
 
 
 # -- Kinds of training that have no counterpart: what each one is, and what to do.

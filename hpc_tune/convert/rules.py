@@ -162,7 +162,9 @@ class Refusal:
 OFF_IN_THEIRS = Ignored("off in their config")
 NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
 METHOD_SAYS_IT = Ignored("tune.method says it")
-ONLY_FOR_PREFERENCES = Ignored("training on preferences alone uses it")
+EMPTY_IN_THEIRS = Ignored("empty in their config")
+ONLY_FOR_PREFERENCES = Ignored("only training on preferences uses it")
+FORMAT_BY_ENDING = Ignored("the ending of a file tells its format")
 Outcome = Mapped | Ignored | Unsupported
 # A setting that takes the value as it is; an outcome whatever the value; or a function.
 Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
@@ -204,7 +206,7 @@ class Tool:
         rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
         if key not in theirs.values:
             is_part = any(other.startswith(f"{name}.") for other in self.rules)
-            return Ignored("empty in their config") if rule or is_part else None
+            return EMPTY_IN_THEIRS if rule or is_part else None
         return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
 
 
@@ -266,14 +268,9 @@ def rule_table(
     switches them off. ``to_do``: like ``lacking``, but the user must act.
     """
     added = [rule_for_keys(Ignored(why), keys) for why, keys in (ignored or {}).items()]
-    added += [
-        rule_for_keys(unsupported_unless_off(instead), keys)
-        for instead, keys in (lacking or {}).items()
-    ]
-    added += [
-        rule_for_keys(unsupported_unless_off(instead, to_do=True), keys)
-        for instead, keys in (to_do or {}).items()
-    ]
+    for must_act, table in ((False, lacking), (True, to_do)):
+        for instead, keys in (table or {}).items():
+            added.append(rule_for_keys(unsupported_unless_off(instead, must_act), keys))
     return join_tables(rows, *added)
 
 
@@ -418,7 +415,7 @@ def is_data_path(name: str) -> bool:
 
 
 def explain_hub_data(name: Any, ours: str) -> Unsupported:
-    """Return what to do about a dataset of a hub."""
+    """Return what to do about a dataset on the hub."""
     return Unsupported(
         "compute nodes have no internet: on a login node hf download --repo-type dataset "
         f"{name} --local-dir DIR, and name DIR in {ours}",
@@ -460,9 +457,7 @@ _COMMAND = (
     "s.strip()]; [print(json.dumps(x)) for x in r[{part}]]"
 )
 _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
-_MIN_TRAINED_PERCENT = (
-    50  # percent; a smaller part is taken as a subset, not as data with a held-out rest
-)
+_MIN_TRAINED_PERCENT = 50  # a smaller part is a subset, not data with a held-out rest
 
 
 def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:

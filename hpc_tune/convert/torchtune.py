@@ -133,7 +133,7 @@ def _convert_dataset_component(value: Any, theirs: ForeignConfig) -> Outcome:
 def _source_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.get(f"{part}.data_files"):
-            return Ignored("the ending of the file says its kind")
+            return rules.FORMAT_BY_ENDING
         if part == "dataset_val" and _holds_out_a_share(theirs):
             return _HELD_OUT
         path = _usable_path(part, theirs)
@@ -146,11 +146,11 @@ def _files_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out_a_share(theirs):
             return _HELD_OUT
-        path = _usable_path(part, theirs)
-        if path:
+        if path := _usable_path(part, theirs):
             return Mapped({_PARTS[part]: path})
-        instead = f"write it as JSONL or Parquet into one file or folder; set {_PARTS[part]}"
-        return Unsupported(instead, to_do=True)
+        return Unsupported(
+            f"write it as JSONL or Parquet into one file or folder; set {_PARTS[part]}", to_do=True
+        )
 
     return rule
 
@@ -160,8 +160,7 @@ def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
         return preferences.ONLY_ANSWERS
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
-    choice = choices.get(str(value).lower())
-    if choice:
+    if choice := choices.get(str(value).lower()):
         return Mapped({"data.loss_on": choice})
     return Unsupported("data.loss_on is answers or all: answers is used", to_do=True)
 
@@ -252,7 +251,7 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
         return Mapped({"tune.targets": ours})
     remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter here replaces "
     remark += "several there"
-    remark += f", and so also for {' and '.join(others)}" if others else ""
+    remark += f", and also adapts {' and '.join(others)}" if others else ""
     return Mapped({"tune.targets": ours}, remark, to_do=True)
 
 
@@ -476,7 +475,6 @@ _IGNORED = {
     "the reference is computed once, before the first step, and kept": "ref_checkpointer.* "
     "reference_model.* reference_checkpointer.*",
     "the tokenizer is read from model.path": "tokenizer.*",
-    "each rank reads its part of the files of model.path": "checkpointer.*",
     "everything that a run writes is in run.dir": "checkpointer.output_dir",
     rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
     rules.LAYOUT_REASON: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
@@ -487,7 +485,7 @@ _IGNORED = {
     "cross entropy, whose logits are never held whole": "loss.num_output_chunks",
     rules.COMPILE_REASON: "compile.*",
     "parallel.recompute says it": "ac_option",
-    rules.READ_BY_REGIONS: "low_cpu_ram",
+    rules.READ_BY_REGIONS: "low_cpu_ram checkpointer.*",
     rules.METRICS_REASON: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
     "checkpoints go by time and steps, while training continues": "save_last_epoch_only "
     "epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",

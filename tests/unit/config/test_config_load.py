@@ -1,5 +1,7 @@
+import os
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +19,7 @@ from hpc_tune.config.load import (
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_USER_ERROR, ConfigError
 
-# The names that DESIGN.md, section 6, promises to users.
+# Names of settings that users rely on: they do not change.
 PROMISED = [
     "model.path",
     "model.dtype",
@@ -355,6 +357,17 @@ def test_a_missing_file_names_the_near_ones(tmp_path):
     assert "llama_lroa.yaml: no such file; similar names there: llama_lora.yaml" in message
     assert "notes.txt" not in message
     assert problem(str(tmp_path / "no" / "x.yaml")).endswith("x.yaml: no such file")
+
+
+def test_a_missing_file_in_a_folder_that_may_not_be_listed_is_said_to_be_missing(
+    tmp_path, monkeypatch
+):
+    def refuse(folder):
+        raise PermissionError(f"{folder}: permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert problem(str(tmp_path / "x.yaml")).endswith("x.yaml: no such file")
 
 
 def test_a_folder_and_a_binary_file_cannot_be_read(tmp_path):

@@ -48,6 +48,8 @@ def problem(*overrides):
         (["data.sources=[]"], "data.sources is an empty list"),
         (["data.sources=a.jsonl"], "data.sources='a.jsonl': Input should be a valid list"),
         (["data.path=null"], "data.path=null, and there are no data.sources"),
+        (["data.path=[]"], "data.path is an empty list; name at least one file"),
+        (["data.eval_path=[]"], "data.eval_path is an empty list; name at least one file"),
         (["data.sources=[{path: $NO_SUCH/a, weight: 1}]"], "NO_SUCH is not set in the environment"),
         (["data.sources=[{path: a.h5, weight: 1, columns: {x: text}}]"], "columns of a has no"),
         (["data.sources=[{path: [], name: a, weight: 1}]"], "a has an empty list as path"),

@@ -67,6 +67,13 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["file/mine.yaml", "none/mine.yaml", f"{'x' * 300}.yaml"])
+def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path, name):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        write_config(tmp_path / name, DEFAULTS, 8 << 30)
+
+
 @pytest.mark.full
 def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -442,6 +442,14 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     assert source.read_text() == TUNE_LORA
 
 
+def test_a_file_name_that_is_too_long_is_refused_with_the_reason(tmp_path, capsys):
+    source = tmp_path / "theirs.yaml"
+    source.write_text(TUNE_LORA)
+    out = tmp_path / f"{'x' * 300}.yaml"
+    assert cli.main(["convert", str(source), "--out", str(out)]) == EXIT_USER_ERROR
+    assert "cannot be written: File name too long" in capsys.readouterr().err
+
+
 def tables():
     """Return, for each tool of the page, the cells of the column that is ours."""
     page = (ROOT / "docs" / "coming-from.md").read_text()

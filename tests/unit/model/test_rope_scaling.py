@@ -231,6 +231,7 @@ def test_a_family_that_takes_no_such_scaling_is_refused(tmp_path, kind, said, sc
         ("{factor: 4}", "there is no rope_type"),
         ("{rope_type: linear, factor: 0.5}", "factor is 0.5, expected a number of 1 or more"),
         ("{rope_type: dynamic, factor: true}", "factor is True, expected a number"),
+        ("{rope_type: dynamic, factor: .inf}", "factor is inf, expected a number"),
         ("{rope_type: yarn, factor: 4}", "yarn needs original_max_position_embeddings, the tok"),
         ("{rope_type: linear}", "linear needs factor"),
         (
