@@ -151,16 +151,15 @@ def find_ending(
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``told``, or else follow from the launcher's exit code. ``accuses``: the
-    launcher names nodes that are lost or whose ranks have died.
+    They are what its ranks ``told`` (``outcome.read_ending``, or nothing), or else follow from the
+    launcher's exit code. ``accuses``: the launcher names nodes that are lost or whose ranks died.
     """
     if code == EXIT_USER_ERROR and told.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
     if told:
-        number, error = int(told.get("exit_code", positive)), str(told.get("error", ""))
-        return told["status"], str(told["reason"]), number, error
+        return told["status"], told["reason"], told["exit_code"], str(told.get("error", ""))
     is_early = code in _EARLY_EXIT_CODES
     if is_early and not accuses:
         return "stopped", "a signal while it started", positive, ""
@@ -323,13 +322,13 @@ class Supervisor:
         while _outcome_stamp(self._run_dir) == old_stamp and time.time() < until_s:
             time.sleep(_POLL_S)
         is_new = _outcome_stamp(self._run_dir) != old_stamp
-        return (outcome.read_outcome(self._run_dir) if is_new else None) or {}
+        return (outcome.read_ending(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
         self, start: StartRecord, told: Mapping[str, Any], lines: LauncherOutputParser
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
-        has_report = "exit_code" in told
+        has_report = bool(told)
         accused = find_lost_hosts(told) | lines.find_suspects(has_report)
         if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
             accused = {}  # no node is to blame: the next start uses less memory

@@ -123,7 +123,7 @@ class RunLock:
         """``on_lost`` is called from a thread if another job takes ``run_dir`` over."""
         self._path, self._own, self._end_run = run_dir / LOCK_FILE, me, on_lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
-        self._watcher = liveness.Watcher("live-mark", touch_every_s, self._renew_lock)
+        self._watcher = liveness.Watcher("run-lock", touch_every_s, self._renew_lock)
         self._folder: int | None = None
 
     def acquire(self) -> None:
@@ -378,9 +378,10 @@ def has_run_ended(run_dir: Path) -> bool:
 
 def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
     """Return the status, the reason and the exit code of a start, as far as they are known."""
-    told = outcome.read_outcome(run_dir)
-    if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
-        return str(told["status"]), str(told["reason"]), int(told["exit_code"])
+    with contextlib.suppress(OSError):
+        is_newer = (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s
+        if is_newer and (told := outcome.read_ending(run_dir)) is not None:
+            return told["status"], told["reason"], told["exit_code"]
     return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
 
 
