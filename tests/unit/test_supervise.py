@@ -381,6 +381,17 @@ def test_an_outcome_that_does_not_tell_how_the_run_ended_counts_as_missing(tmp_p
     assert "Traceback" not in done.stderr
 
 
+def test_lines_of_starts_that_are_cut_short_or_of_another_version_end_no_job(tmp_path):
+    job = Job(tmp_path, says("failed", "KeyError", 1, 0), says("done", "all steps done", 0, 9))
+    crash = asdict(start(4, 4))
+    lines = [crash | {"to_step": None}, crash | {"asked": "?"}, [crash], crash]
+    text = "\n".join(map(json.dumps, lines))[:-9]
+    (job.run_dir / "starts.jsonl").write_text(f"{text}\n")
+    (job.run_dir / "start.json").write_text('{"from_step": [], "job": 7}')
+    assert job.end() == 0, job.stderr
+    assert "Traceback" not in job.stderr
+
+
 def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
     lies = says("stopped", "host memory of n1", 75, 2, lies=0)
     job = Job(tmp_path, lies, says("done", "all steps done", 0, 9, lingers_s=600))
