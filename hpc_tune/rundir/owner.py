@@ -24,6 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.files import describe_missing_permission, may_read, may_write, write_file
@@ -80,6 +82,9 @@ class Owner:
         job = f"job {self.job}" if self.job else "a run"
         since = datetime.fromtimestamp(self.since_s).isoformat(" ", "seconds")
         return f"{job} on host {self.host}, pid {self.pid}, since {since}"
+
+
+_OWNER_ADAPTER = TypeAdapter(Owner)
 
 
 def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
@@ -245,8 +250,8 @@ def _recent_owner(run_dir: Path) -> Owner | None:
 
 def has_owner_died(run_dir: Path) -> bool:
     """Whether the job that has locked ``run_dir`` is known to be gone."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        owner = Owner(**json.loads((run_dir / LOCK_FILE).read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError):
+        owner = _OWNER_ADAPTER.validate_json((run_dir / LOCK_FILE).read_bytes())
         return is_owner_alive(owner, make_owner("", run_dir)) is False
     return False
 
@@ -292,16 +297,15 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
     The owner is None if the content is not valid. Return None if the file is gone.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             touched_s, text = os.fstat(file.fileno()).st_mtime, file.read()
     except FileNotFoundError:
         return None
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as fresh:
         now_s = os.fstat(fresh.fileno()).st_mtime
     try:
-        values: Any = json.loads(text)
-        return Owner(**values), touched_s, now_s - touched_s
-    except (ValueError, TypeError):
+        return _OWNER_ADAPTER.validate_json(text), touched_s, now_s - touched_s
+    except ValueError:
         return None, touched_s, now_s - touched_s
 
 
