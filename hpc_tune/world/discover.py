@@ -38,11 +38,13 @@ def make_host_key() -> str:
 
 
 def number_nodes(
-    mpi_node_keys: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
+    mpi_node_keys: Sequence[object],
+    host_keys: Sequence[object],
+    claimed_sizes: Sequence[int | None],
 ) -> list[int]:
     """Return each rank's node; nodes are numbered in the order of their lowest ranks (pure).
 
-    ``mpi_node_keys`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own
+    ``mpi_node_keys`` and ``host_keys`` hold one key per rank, equal within a node: from MPI's own
     split, and from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every
     rank alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by
     rank.
@@ -50,15 +52,15 @@ def number_nodes(
     Raises:
         WorldError: if the launcher's sizes match neither.
     """
-    for keys in (mpi_node_keys, by_name):
+    for keys in (mpi_node_keys, host_keys):
         counts = Counter(keys)
         if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
             order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
             return [order[key] for key in keys]
-    sizes = [sorted(Counter(keys).values()) for keys in (mpi_node_keys, by_name)]
+    sizes = [sorted(Counter(keys).values()) for keys in (mpi_node_keys, host_keys)]
     raise WorldError(
         f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
-        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
+        f"{sizes[0][:16]} and the host names {host_keys[:16]} give {sizes[1][:16]}; check that "
         "mpi4py uses the launcher's MPI and that every node has a host name of its own"
     )
 
@@ -106,8 +108,7 @@ class World:
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     """Return this process's place and MPI's COMM_WORLD, or ``None`` if MPI is not used.
 
-    The ranks of ``UNKNOWN_LAUNCHER`` count as alone on their nodes until they can
-    communicate.
+    The ranks of ``UNKNOWN_LAUNCHER`` count as alone on their nodes until they can communicate.
 
     Raises:
         WorldError: if the launcher's variables are invalid or incomplete, MPI does not fit the
