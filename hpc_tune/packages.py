@@ -20,11 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _OWN_NAME = "hpc_tune"
-_CORE_PACKAGES = (
-    "omegaconf",
-    "pydantic",
-    "torch",
-)  # without one of these, this is a wrong environment
+_CORE_PACKAGES = ("omegaconf", "pydantic", "torch")  # without one, it is the wrong environment
 _PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 

@@ -22,9 +22,8 @@ VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-# a number of GPUs; a file with their names
-_GPU_COUNT_VARIABLE = "SLURM_GPUS_ON_NODE"
-_GPU_LIST_VARIABLE = "PBS_GPUFILE"
+_GPU_COUNT_VARIABLE = "SLURM_GPUS_ON_NODE"  # a number of GPUs
+_GPU_LIST_VARIABLE = "PBS_GPUFILE"  # a file with their names
 _GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _GPU_COUNT_VARIABLE, _GPU_LIST_VARIABLE)
 # What Slurm, or a user, sets for no GPU at all.
 _NO_GPU_VALUES = ("", "-1", "nodevfiles", "none", "void")
@@ -118,9 +117,8 @@ def find_granted_gpus(environ: Environ) -> str:
     }
     if given.get(_GPU_COUNT_VARIABLE) == "0":
         del given[_GPU_COUNT_VARIABLE]
-    if _GPU_LIST_VARIABLE in given and not _read_text(
-        Path(given[_GPU_LIST_VARIABLE])
-    ):  # Torque names one in every job
+    file = given.get(_GPU_LIST_VARIABLE)
+    if file is not None and not _read_text(Path(file)):  # Torque names one in every job
         del given[_GPU_LIST_VARIABLE]
     return ", ".join(f"{name}={value}" for name, value in given.items())
 

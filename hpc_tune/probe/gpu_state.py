@@ -167,9 +167,8 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
 # RAPL's counters wrap around after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
 READ_COUNTERS_EVERY_S = 30.0
-MAX_PACKAGE_WATTS = (
-    1000.0  # more than a package draws: a larger difference of two readings is not trusted
-)
+# More than a package draws: a larger difference of two readings is not trusted.
+MAX_PACKAGE_WATTS = 1000.0
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
 _WENT_BACKWARDS = "its counter went backwards"
@@ -266,31 +265,31 @@ class EnergyMeter:
     def __post_init__(self) -> None:
         self._counter_totals = [_CounterTotal(counter) for counter in self.counters]
         self.read()
-        if any(a.counter.wrap_j is not None and not a.why for a in self._counter_totals):
+        if any(t.counter.wrap_j is not None and not t.why for t in self._counter_totals):
             threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
 
     def read(self) -> None:
         """Read all counters."""
         with self._lock:
-            for account in self._counter_totals:
-                account.read(self.clock())
+            for total in self._counter_totals:
+                total.read(self.clock())
 
     def end(self) -> dict[str, PartEnergy]:
         """Read a last time and return the energy of each part of the node."""
         self._has_ended.set()
         self.read()
         with self._lock:
-            for account in self._counter_totals:
-                if not account.why and account.joules == 0:
-                    account.why = _STOOD_STILL
-        parts = dict.fromkeys(account.counter.part for account in self._counter_totals)
+            for total in self._counter_totals:
+                if not total.why and total.joules == 0:
+                    total.why = _STOOD_STILL
+        parts = dict.fromkeys(total.counter.part for total in self._counter_totals)
         return {part: self._part_energy(part) for part in parts}
 
     def _part_energy(self, part: str) -> PartEnergy:
-        accounts = [account for account in self._counter_totals if account.counter.part == part]
-        known = [account.joules for account in accounts if not account.why]
-        why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
-        return PartEnergy(sum(known), len(known), len(accounts), why)
+        totals = [total for total in self._counter_totals if total.counter.part == part]
+        known = [total.joules for total in totals if not total.why]
+        why = next((f"{total.counter.name}: {total.why}" for total in totals if total.why), "")
+        return PartEnergy(sum(known), len(known), len(totals), why)
 
     def _keep_reading(self) -> None:
         while not self._has_ended.wait(READ_COUNTERS_EVERY_S):
