@@ -179,11 +179,8 @@ def _why_unused(
             f"{build.description}, and no driver of {maker} shows one here ({where}); compare the "
             "job's request with the node, and the options of its container"
         )
-    return (
-        _why_amd_unused(build, why(), root)
-        if maker == "AMD"
-        else _why_nvidia_unused(build, why(), root)
-    )
+    explain = _why_amd_unused if maker == "AMD" else _why_nvidia_unused
+    return explain(build, why(), root)
 
 
 def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:

@@ -78,7 +78,7 @@ def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState
         else:
             return lambda: _read_driver(nvml, handle)
     files = sorted(folder.glob(f"bus/pci/devices/{address}/hwmon/hwmon*")) if address else []
-    return lambda: _read_kernel(files[0]) if files else None
+    return lambda: GpuState(**dict(_read_hwmon(files[0]))) if files else None
 
 
 def _read_driver(nvml: Any, handle: Any) -> GpuState:
@@ -96,10 +96,6 @@ def _read_driver(nvml: Any, handle: Any) -> GpuState:
         limit_watts=query(nvml.nvmlDeviceGetEnforcedPowerLimit, unit=1e3),
         held_back=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
     )
-
-
-def _read_kernel(folder: Path) -> GpuState:
-    return GpuState(**dict(_read_hwmon(folder)))
 
 
 def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -304,7 +300,7 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
     nvml, amdsmi = (open_nvml(), open_amd_smi(folder)) if gpus else (None, None)
     counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
-    counters += _rapl_counters(powercap) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
+    counters += list(_rapl_counters(powercap)) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
     node = folder / "cray" / "pm_counters" / "energy"
     if node.exists():  # its lines: 123 J 1700000000000000 us
         counters.append(EnergyCounter(NODE, str(node), lambda: float(node.read_text().split()[0])))
@@ -337,13 +333,9 @@ def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCo
     return EnergyCounter(GPUS, name, why=why)
 
 
-def _rapl_counters(folder: Path) -> list[EnergyCounter]:
-    """Return the counters of CPU packages and their memory; other zones are parts of these."""
-    return list(_zone_counters(sorted(folder.glob("intel-rapl:*"))))
-
-
-def _zone_counters(zones: Sequence[Path]) -> Iterator[EnergyCounter]:
-    for zone in zones:
+def _rapl_counters(folder: Path) -> Iterator[EnergyCounter]:
+    """Yield the counters of CPU packages and their memory; other zones are parts of these."""
+    for zone in sorted(folder.glob("intel-rapl:*")):
         try:
             kind = (zone / "name").read_text().strip()
             part = CPUS if kind.startswith("package") else MEMORY if kind == "dram" else None

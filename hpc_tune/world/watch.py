@@ -52,7 +52,7 @@ watch_launcher in world/failure.py: the launcher, or the parent of this rank, is
 time_limit in world/liveness.py: a wait for the others does not end
     sign    the block does not finish
     who     each rank that waits
-    after   START_LIMIT_S, START_LIMIT_PER_RANK_S, or run.start_timeout; SHUTDOWN_LIMIT_S at the end
+    after   START_LIMIT_S and START_LIMIT_PER_RANK_S, or run.start_timeout; SHUTDOWN_LIMIT_S at end
     prints  "rank 2 on n1: waited 300 s for all ranks to start; ...", exit code 1
 RunLock in rundir/owner.py: another job has taken the run directory over, or it was moved
     sign    live.json names the owner, who touches it every LOCK_TOUCH_EVERY_S
