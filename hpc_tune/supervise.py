@@ -335,13 +335,15 @@ class Supervisor:
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
         has_report = bool(told)
-        accused = find_lost_hosts(told) | lines.find_suspects(has_report)
+        suspects = find_lost_hosts(told) | lines.find_suspects(has_report)
         if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
-            accused = {}  # no node is to blame: the next start uses less memory
-        progressed = start.to_step > start.from_step
+            suspects = {}  # no node is to blame: the next start uses less memory
+        has_progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__
-        certain = lines.find_certain_suspects(has_report)
-        return self._exclude_nodes(start.nodes, accused, progressed, has_cause, certain)
+        certain_suspects = lines.find_certain_suspects(has_report)
+        return self._exclude_nodes(
+            start.nodes, suspects, has_progressed, has_cause, certain_suspects
+        )
 
     def _launch(
         self, added_environment: Mapping[str, str], old_stamp: object
@@ -370,17 +372,17 @@ class Supervisor:
     def _exclude_nodes(
         self,
         nodes: Sequence[str],
-        accused: Mapping[str, str],
-        progressed: bool,
+        suspects: Mapping[str, str],
+        has_progressed: bool,
         has_cause: bool = False,
-        certain: Collection[str] = (),
+        certain_suspects: Collection[str] = (),
     ) -> bool:
         """Leave out faulty nodes after a start on ``nodes``; return whether only they are to blame.
 
         See ``JobNodes.exclude_faulty_nodes``.
         """
         found, lost = self._nodes.exclude_faulty_nodes(
-            nodes, accused, progressed, has_cause, certain
+            nodes, suspects, has_progressed, has_cause, certain_suspects
         )
         facts.report_excluded_nodes(self._run_dir, found)
         return lost

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_tune.cluster import launchers
-from hpc_tune.cluster.launchers import check_torchrun_master
+from hpc_tune.cluster.launchers import OPENMPI_NAME, check_torchrun_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure_logging
@@ -276,7 +275,7 @@ def is_stdout_terminal(launcher: str) -> bool:
     Open MPI gives each rank a terminal of its own, even if mpirun's own output goes elsewhere.
     Under Open MPI, the stdout of the first ancestor process with a different one decides.
     """
-    if not sys.stdout.isatty() or launcher != launchers.OPENMPI_NAME:
+    if not sys.stdout.isatty() or launcher != OPENMPI_NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster import launchers
-from hpc_tune.cluster.launchers import LAUNCHERS, find_launcher
+from hpc_tune.cluster.launchers import (
+    LAUNCHERS,
+    OPENMPI_YIELD_WHEN_IDLE,
+    disable_gpu_aware_mpi,
+    find_launcher,
+)
 from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
@@ -118,11 +122,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     if claim.launcher == UNKNOWN_LAUNCHER:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN_LAUNCHER), None
-    if (changed := launchers.disable_gpu_aware_mpi(os.environ)) is not None:
+    if (changed := disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", changed)
     if not claim.uses_mpi:
         return _world_from_claim(launcher, claim, environ), None
-    os.environ.setdefault(*launchers.OPENMPI_YIELD_WHEN_IDLE)
+    os.environ.setdefault(*OPENMPI_YIELD_WHEN_IDLE)
     try:
         import mpi4py
 
