@@ -414,11 +414,9 @@ def plan(options: Namespace) -> int:
             return False
 
     planned = make_plan(config, *how)
-    advice = (
-        planned.advice
-        if planned.fits
-        else describe_sufficient_remedies(planned.remedies, fits_with)
-    )
+    advice = planned.advice
+    if not planned.fits:
+        advice = describe_sufficient_remedies(planned.remedies, fits_with)
     if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     if config.tune.form != "pairs":

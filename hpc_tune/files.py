@@ -196,11 +196,8 @@ def why_pointer_file(file: Path) -> str | None:
     A dangling link of git-annex counts as a pointer; a file that cannot be read does not.
     """
     try:
-        if (
-            file.is_symlink()
-            and not file.exists()
-            and _ANNEX_PATH.search(os.readlink(file).encode())
-        ):
+        is_dangling = file.is_symlink() and not file.exists()
+        if is_dangling and _ANNEX_PATH.search(os.fsencode(os.readlink(file))):
             return _pointer_message(file, "a link of git-annex", "git annex get or datalad get")
         if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
             return None

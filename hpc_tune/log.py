@@ -20,7 +20,6 @@ from hpc_tune.units import format_seconds
 log = logging.getLogger("hpc_tune")
 # These warn about kernels that this machine cannot load.
 _NOISY_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
-
 # This advises packages that would be faster on a GPU; only rank 0 prints it.
 _ADVICE_LOGGERS = ("transformers.integrations.hub_kernels",)
 SAME_ON_ALL_RANKS = {"of_all": True}

@@ -20,11 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _OWN_NAME = "hpc_tune"
-_CORE_PACKAGES = (
-    "omegaconf",
-    "pydantic",
-    "torch",
-)  # without one of these, this is a wrong environment
+_CORE_PACKAGES = ("omegaconf", "pydantic", "torch")  # without one, it is the wrong environment
 _PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
@@ -160,9 +156,8 @@ def _pythonpath_folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
-    if folder is not None and folder.resolve() in [
-        f.resolve() for f in _pythonpath_folders(environ)
-    ]:
+    in_front = [path.resolve() for path in _pythonpath_folders(environ)]
+    if folder is not None and folder.resolve() in in_front:
         return f"Unset PYTHONPATH, or take {folder} out of it"
     return "Install the versions that docs/laptop.md names into this environment"
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from hpc_tune.cluster.launchers import why_command_failed
 from hpc_tune.cluster.nodes import JobNodes, LauncherOutputParser, find_lost_hosts
 from hpc_tune.cluster.schedulers import find_job, find_job_end_s, leave_before_s
@@ -56,9 +58,8 @@ _OUTCOME_WAIT_S = 5.0
 # How long before the end of the job the ranks are asked to stop, if no scheduler has done it and
 # the script sets no other time. A run that needs longer to save stops earlier by itself.
 _ASK_TO_STOP_BEFORE_END_S = 60.0
-_KILL_BEFORE_END_S = (
-    15.0  # this long before the end of the job, ranks are killed, to requeue in time
-)
+# How long before the end of the job the ranks are killed, to requeue it in time.
+_KILL_BEFORE_END_S = 15.0
 _POLL_S = 0.2
 _LAST_OUTPUT_WAIT_S = 2.0  # to read the last output of a launcher
 _REQUEUE_LIMIT_S = 30.0
@@ -96,6 +97,9 @@ class StartRecord:
     missing: int = 0
     lost_nodes: bool = False
     error: str = ""
+
+
+_START_ADAPTER = TypeAdapter(StartRecord)
 
 
 def decide_next(
@@ -151,16 +155,15 @@ def find_ending(
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``told``, or else follow from the launcher's exit code. ``accuses``: the
-    launcher names nodes that are lost or whose ranks have died.
+    They are what its ranks ``told`` (``outcome.read_ending``, or nothing), or else follow from the
+    launcher's exit code. ``accuses``: the launcher names nodes that are lost or whose ranks died.
     """
     if code == EXIT_USER_ERROR and told.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
     if told:
-        number, error = int(told.get("exit_code", positive)), str(told.get("error", ""))
-        return told["status"], str(told["reason"]), number, error
+        return told["status"], told["reason"], told["exit_code"], str(told.get("error", ""))
     is_early = code in _EARLY_EXIT_CODES
     if is_early and not accuses:
         return "stopped", "a signal while it started", positive, ""
@@ -232,9 +235,9 @@ class Supervisor:
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             starts.append(start)
-            _append_start(self._run_dir, starts[-1])
+            _append_start(self._run_dir, start)
             following, why = self._decide_next(starts)
-            log.info("%s", self._describe_decision(starts[-1], following, why))
+            log.info("%s", self._describe_decision(start, following, why))
             if self._report and following in ("again", "give up") and self._stop_signal is None:
                 run_report_command(self._run_dir)
             match following:
@@ -243,7 +246,7 @@ class Supervisor:
                 case "requeue":
                     return self._requeue_job()
                 case "give up":
-                    return starts[-1].exit_code or EXIT_FAILED
+                    return start.exit_code or EXIT_FAILED
             if self._stop_signal is not None:
                 return EXIT_RESUMABLE
 
@@ -297,15 +300,17 @@ class Supervisor:
         if status == _REFUSED and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
-        asked = self._stop_signal == signal.SIGUSR1 or reason in (
-            "SIGUSR1",
-            "time limit",
-            _PREEMPTED,
-        )
+        job_is_over = ("SIGUSR1", "time limit", _PREEMPTED)
+        asked = self._stop_signal == signal.SIGUSR1 or reason in job_is_over
         newest = _newest_step(self._run_dir)
-        start = StartRecord(from_step, newest, status, reason, exit_code, asked, job_id)
-        start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
-        start = replace(start, lost_nodes=lost, error=error)
+        start = StartRecord(
+            *(from_step, newest, status, reason, exit_code, asked, job_id),
+            nodes=command.nodes,
+            left_out=without,
+            missing=command.missing,
+            lost_nodes=lost,
+            error=error,
+        )
         has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER_SUFFIX)
         if (
             lost
@@ -323,20 +328,22 @@ class Supervisor:
         while _outcome_stamp(self._run_dir) == old_stamp and time.time() < until_s:
             time.sleep(_POLL_S)
         is_new = _outcome_stamp(self._run_dir) != old_stamp
-        return (outcome.read_outcome(self._run_dir) if is_new else None) or {}
+        return (outcome.read_ending(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
         self, start: StartRecord, told: Mapping[str, Any], lines: LauncherOutputParser
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
-        has_report = "exit_code" in told
-        accused = find_lost_hosts(told) | lines.find_suspects(has_report)
+        has_report = bool(told)
+        suspects = find_lost_hosts(told) | lines.find_suspects(has_report)
         if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
-            accused = {}  # no node is to blame: the next start uses less memory
-        progressed = start.to_step > start.from_step
+            suspects = {}  # no node is to blame: the next start uses less memory
+        has_progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__
-        certain = lines.find_certain_suspects(has_report)
-        return self._exclude_nodes(start.nodes, accused, progressed, has_cause, certain)
+        certain_suspects = lines.find_certain_suspects(has_report)
+        return self._exclude_nodes(
+            start.nodes, suspects, has_progressed, has_cause, certain_suspects
+        )
 
     def _launch(
         self, added_environment: Mapping[str, str], old_stamp: object
@@ -365,17 +372,17 @@ class Supervisor:
     def _exclude_nodes(
         self,
         nodes: Sequence[str],
-        accused: Mapping[str, str],
-        progressed: bool,
+        suspects: Mapping[str, str],
+        has_progressed: bool,
         has_cause: bool = False,
-        certain: Collection[str] = (),
+        certain_suspects: Collection[str] = (),
     ) -> bool:
         """Leave out faulty nodes after a start on ``nodes``; return whether only they are to blame.
 
         See ``JobNodes.exclude_faulty_nodes``.
         """
         found, lost = self._nodes.exclude_faulty_nodes(
-            nodes, accused, progressed, has_cause, certain
+            nodes, suspects, has_progressed, has_cause, certain_suspects
         )
         facts.report_excluded_nodes(self._run_dir, found)
         return lost
@@ -462,15 +469,16 @@ def _newest_step(run_dir: Path) -> int:
 
 
 def _read_starts(run_dir: Path) -> list[StartRecord]:
-    starts = []
+    """Return the starts in starts.jsonl; lines that are cut short or of other types are skipped."""
     try:
-        for line in (
-            (run_dir / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
-            with contextlib.suppress(ValueError, TypeError):
-                starts.append(StartRecord(**json.loads(line)))
+        lines = (run_dir / STARTS_FILE).read_bytes().splitlines()
     except OSError as error:
         warn_unreadable(run_dir / STARTS_FILE, error)
+        return []
+    starts = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            starts.append(_START_ADAPTER.validate_json(line))
     return starts
 
 
@@ -483,8 +491,8 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
     try:
-        return StartRecord(**fields)
-    except TypeError:  # of another version
+        return _START_ADAPTER.validate_python(fields)
+    except ValueError:  # of another version
         return None
 
 

@@ -149,7 +149,7 @@ def require_trackers(run: RunSettings) -> None:
         )
     for name in names:
         if not is_importable(name):
-            package = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}.get(name, name)
+            package = "mlflow-skinny" if name == "mlflow" else name
             raise ConfigError(
                 f"run.trackers has {name}, which is not installed; python -m pip install "
                 f"{package}, or remove it from run.trackers"

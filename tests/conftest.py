@@ -111,7 +111,7 @@ def _no_group_is_left() -> Iterator[None]:
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this file of tests leaves torch.distributed's process group initialized")
-    if any(thread.name == "live-mark" for thread in threading.enumerate()):
+    if any(thread.name == "run-lock" for thread in threading.enumerate()):
         pytest.fail("this file of tests leaves a run's lock, which ends this process later")
 
 

@@ -96,7 +96,9 @@ def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], m
         ConfigError: naming all of them; or if ``settings.min_nodes`` exceeds ``settings.nodes``.
     """
     name = settings.section
-    wrong = [f"{name}.{field}={value!r}" for field, value in directives if not _is_word(value)]
+    wrong = [
+        f"{name}.{field}={value!r}" for field, value in directives if not _WORD.fullmatch(value)
+    ]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: a line of {mark} takes letters, digits and "
@@ -107,10 +109,6 @@ def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], m
             f"{name}.min_nodes={settings.min_nodes} exceeds {name}.nodes={settings.nodes}: "
             "expected at most that many"
         )
-
-
-def _is_word(value: str) -> bool:
-    return _WORD.fullmatch(value) is not None
 
 
 def environment_lines(

@@ -397,11 +397,9 @@ def add_no_kill(words: Sequence[str]) -> list[str]:
 
     Otherwise Slurm would kill them all, and report each of them as killed.
     """
-    return (
-        [*words]
-        if {"-k", "--no-kill"} & {*_launcher_words(words)}
-        else [words[0], "--no-kill", *words[1:]]
-    )
+    if {"-k", "--no-kill"} & {*_launcher_words(words)}:
+        return [*words]
+    return [words[0], "--no-kill", *words[1:]]
 
 
 def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:

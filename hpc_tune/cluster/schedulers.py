@@ -80,11 +80,8 @@ def choose_section(slurm_config: SlurmConfig, pbs_config: PbsConfig, environ: En
     """
     job = find_job(environ)
     is_of_pbs = job is not None and job.scheduler is pbs.PBS
-    return (
-        pbs_config
-        if pbs_config.is_given and (is_of_pbs or not slurm_config.is_given)
-        else slurm_config
-    )
+    uses_pbs = pbs_config.is_given and (is_of_pbs or not slurm_config.is_given)
+    return pbs_config if uses_pbs else slurm_config
 
 
 def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:

@@ -379,7 +379,7 @@ def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
 
 # With it a step shares the resources of an old step whose end a lost node has not reported.
 OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
-GUARD_STEP_NAME = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
+GUARD_STEP_NAME = "hpc_tune-guard"  # of the step that RequeueGuard keeps running
 _POLL_S = 0.5
 # The states in sinfo of nodes on which no rank can start; a * after it: the node does not answer.
 _SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")

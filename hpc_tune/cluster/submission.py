@@ -22,8 +22,8 @@ _LIMIT_S = 60.0
 # What a job sets for its own processes, besides their visible GPUs; what a user sets for all jobs.
 _JOB_PREFIXES = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
 _USER_PREFIXES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
-# Where hpc_tune looks for models by name: a PBS job gets the shell's values.
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # each job has its own
+# Where hpc_tune looks for models by name: a PBS job gets the shell's values.
 _HUB_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 
 

@@ -22,9 +22,8 @@ VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-# a number of GPUs; a file with their names
-_GPU_COUNT_VARIABLE = "SLURM_GPUS_ON_NODE"
-_GPU_LIST_VARIABLE = "PBS_GPUFILE"
+_GPU_COUNT_VARIABLE = "SLURM_GPUS_ON_NODE"  # a number of GPUs
+_GPU_LIST_VARIABLE = "PBS_GPUFILE"  # a file with their names
 _GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _GPU_COUNT_VARIABLE, _GPU_LIST_VARIABLE)
 # What Slurm, or a user, sets for no GPU at all.
 _NO_GPU_VALUES = ("", "-1", "nodevfiles", "none", "void")
@@ -118,9 +117,8 @@ def find_granted_gpus(environ: Environ) -> str:
     }
     if given.get(_GPU_COUNT_VARIABLE) == "0":
         del given[_GPU_COUNT_VARIABLE]
-    if _GPU_LIST_VARIABLE in given and not _read_text(
-        Path(given[_GPU_LIST_VARIABLE])
-    ):  # Torque names one in every job
+    file = given.get(_GPU_LIST_VARIABLE)
+    if file is not None and not _read_text(Path(file)):  # Torque names one in every job
         del given[_GPU_LIST_VARIABLE]
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
@@ -181,11 +179,8 @@ def _why_unused(
             f"{build.description}, and no driver of {maker} shows one here ({where}); compare the "
             "job's request with the node, and the options of its container"
         )
-    return (
-        _why_amd_unused(build, why(), root)
-        if maker == "AMD"
-        else _why_nvidia_unused(build, why(), root)
-    )
+    explain = _why_amd_unused if maker == "AMD" else _why_nvidia_unused
+    return explain(build, why(), root)
 
 
 def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:

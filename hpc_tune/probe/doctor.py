@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_tune.cluster import launchers
-from hpc_tune.cluster.launchers import check_torchrun_master
+from hpc_tune.cluster.launchers import OPENMPI_NAME, check_torchrun_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure_logging
@@ -26,7 +25,7 @@ from hpc_tune.probe.links import Link, Links, format_rate, measure_links
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops, measure_matmuls
 from hpc_tune.probe.topology import Topology
 from hpc_tune.units import count_of, format_bytes
-from hpc_tune.world.affinity import widest_cpu_mask
+from hpc_tune.world.affinity import to_cpu_ranges, widest_cpu_mask
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import list_ancestors
 
@@ -58,8 +57,8 @@ def doctor_lines(
     lines += _link_lines(ranks, links)
     marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
     for finding in findings:
-        colour, word = marks[finding.level]
-        mark = f"{colour}{word}{_PLAIN}" if uses_colors else word
+        color, word = marks[finding.level]
+        mark = f"{color}{word}{_PLAIN}" if uses_colors else word
         lines.append(f"{mark}  {finding.text}")
     if not findings:
         text = "no problems found: a run can start"
@@ -118,10 +117,10 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         if rank.device_bytes:
             near = "?" if rank.device_numa is None else rank.device_numa
             device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
-        given = f" of {_format_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
+        given = f" of {_format_cpus(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
         lines.append(
             f"  rank {rank.rank:<4} {device}; CPUs "
-            f"{_format_ranges(rank.taken or rank.cpus)}{given} "
+            f"{_format_cpus(rank.taken or rank.cpus)}{given} "
             f"(NUMA {numa}), {count_of(rank.threads, 'thread')}"
         )
         if rank.products is not None:
@@ -198,15 +197,10 @@ def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
     return f"{pair.kind} ({path})" if path else pair.kind
 
 
-def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers as ranges, such as ``"0-3,8"``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+def _format_cpus(cpus: Sequence[int]) -> str:
+    """Format CPUs as ranges, such as ``"0-3,8"``."""
+    ranges = to_cpu_ranges(frozenset(cpus))
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 # -- The doctor command.
@@ -281,7 +275,7 @@ def is_stdout_terminal(launcher: str) -> bool:
     Open MPI gives each rank a terminal of its own, even if mpirun's own output goes elsewhere.
     Under Open MPI, the stdout of the first ancestor process with a different one decides.
     """
-    if not sys.stdout.isatty() or launcher != launchers.OPENMPI_NAME:
+    if not sys.stdout.isatty() or launcher != OPENMPI_NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_tune.packages import parse_release
+
 
 @dataclass(frozen=True)
 class ExpectedVariable:
@@ -92,8 +94,7 @@ def find_harmful_settings(
     if kind != "Slingshot":
         return []
     found = []
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if library == "NCCL" and numbers >= _LL128_SINCE and _allows_ll128(settings):
+    if library == "NCCL" and parse_release(version) >= _LL128_SINCE and _allows_ll128(settings):
         found.append(
             (
                 True,

@@ -8,6 +8,7 @@ from statistics import median_high, median_low
 from typing import Literal
 
 from hpc_tune.memory.host import MIN_RANK_BYTES
+from hpc_tune.packages import parse_release
 from hpc_tune.probe import fabric
 from hpc_tune.probe.fabric import PLUGIN_NETWORKS, NcclLibrary
 from hpc_tune.probe.facts import RankFacts
@@ -302,7 +303,7 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"{rank.library.name} is loaded twice ({', '.join(files)}): take one out of "
                 "LD_PRELOAD or LD_LIBRARY_PATH"
             ].append(rank.hostname)
-        elif _major_and_minor(version) < _major_and_minor(built):
+        elif parse_release(version) < parse_release(built):
             hosts[
                 f"torch is built for {rank.library.name} {built}, and {version} is loaded from "
                 f"{', '.join(files)}: functions that it lacks fail when called. Take it out of "
@@ -464,10 +465,6 @@ def _disabling_setting(library: NcclLibrary, *names: str) -> str:
     return next(
         (f"{name}={value}" for name, value in given if value.lower() == _DISABLING_VALUES[name]), ""
     )
-
-
-def _major_and_minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _group_by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:

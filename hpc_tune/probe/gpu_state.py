@@ -78,7 +78,7 @@ def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState
         else:
             return lambda: _read_driver(nvml, handle)
     files = sorted(folder.glob(f"bus/pci/devices/{address}/hwmon/hwmon*")) if address else []
-    return lambda: _read_kernel(files[0]) if files else None
+    return lambda: GpuState(**dict(_read_hwmon(files[0]))) if files else None
 
 
 def _read_driver(nvml: Any, handle: Any) -> GpuState:
@@ -96,10 +96,6 @@ def _read_driver(nvml: Any, handle: Any) -> GpuState:
         limit_watts=query(nvml.nvmlDeviceGetEnforcedPowerLimit, unit=1e3),
         held_back=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
     )
-
-
-def _read_kernel(folder: Path) -> GpuState:
-    return GpuState(**dict(_read_hwmon(folder)))
 
 
 def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -167,9 +163,8 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
 # RAPL's counters wrap around after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
 READ_COUNTERS_EVERY_S = 30.0
-MAX_PACKAGE_WATTS = (
-    1000.0  # more than a package draws: a larger difference of two readings is not trusted
-)
+# More than a package draws: a larger difference of two readings is not trusted.
+MAX_PACKAGE_WATTS = 1000.0
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
 _WENT_BACKWARDS = "its counter went backwards"
@@ -266,31 +261,31 @@ class EnergyMeter:
     def __post_init__(self) -> None:
         self._counter_totals = [_CounterTotal(counter) for counter in self.counters]
         self.read()
-        if any(a.counter.wrap_j is not None and not a.why for a in self._counter_totals):
+        if any(t.counter.wrap_j is not None and not t.why for t in self._counter_totals):
             threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
 
     def read(self) -> None:
         """Read all counters."""
         with self._lock:
-            for account in self._counter_totals:
-                account.read(self.clock())
+            for total in self._counter_totals:
+                total.read(self.clock())
 
     def end(self) -> dict[str, PartEnergy]:
         """Read a last time and return the energy of each part of the node."""
         self._has_ended.set()
         self.read()
         with self._lock:
-            for account in self._counter_totals:
-                if not account.why and account.joules == 0:
-                    account.why = _STOOD_STILL
-        parts = dict.fromkeys(account.counter.part for account in self._counter_totals)
+            for total in self._counter_totals:
+                if not total.why and total.joules == 0:
+                    total.why = _STOOD_STILL
+        parts = dict.fromkeys(total.counter.part for total in self._counter_totals)
         return {part: self._part_energy(part) for part in parts}
 
     def _part_energy(self, part: str) -> PartEnergy:
-        accounts = [account for account in self._counter_totals if account.counter.part == part]
-        known = [account.joules for account in accounts if not account.why]
-        why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
-        return PartEnergy(sum(known), len(known), len(accounts), why)
+        totals = [total for total in self._counter_totals if total.counter.part == part]
+        known = [total.joules for total in totals if not total.why]
+        why = next((f"{total.counter.name}: {total.why}" for total in totals if total.why), "")
+        return PartEnergy(sum(known), len(known), len(totals), why)
 
     def _keep_reading(self) -> None:
         while not self._has_ended.wait(READ_COUNTERS_EVERY_S):
@@ -305,7 +300,7 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
     nvml, amdsmi = (open_nvml(), open_amd_smi(folder)) if gpus else (None, None)
     counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
-    counters += _rapl_counters(powercap) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
+    counters += list(_rapl_counters(powercap)) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
     node = folder / "cray" / "pm_counters" / "energy"
     if node.exists():  # its lines: 123 J 1700000000000000 us
         counters.append(EnergyCounter(NODE, str(node), lambda: float(node.read_text().split()[0])))
@@ -338,13 +333,9 @@ def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCo
     return EnergyCounter(GPUS, name, why=why)
 
 
-def _rapl_counters(folder: Path) -> list[EnergyCounter]:
-    """Return the counters of CPU packages and their memory; other zones are parts of these."""
-    return list(_zone_counters(sorted(folder.glob("intel-rapl:*"))))
-
-
-def _zone_counters(zones: Sequence[Path]) -> Iterator[EnergyCounter]:
-    for zone in zones:
+def _rapl_counters(folder: Path) -> Iterator[EnergyCounter]:
+    """Yield the counters of CPU packages and their memory; other zones are parts of these."""
+    for zone in sorted(folder.glob("intel-rapl:*")):
         try:
             kind = (zone / "name").read_text().strip()
             part = CPUS if kind.startswith("package") else MEMORY if kind == "dram" else None

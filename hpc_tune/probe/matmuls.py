@@ -305,10 +305,10 @@ def _gpu_reader_and_model(device: "torch.device") -> tuple[Callable[[], GpuState
     return make_state_reader(pci_address(gpu)), gpu.name
 
 
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_model() -> str:
     """Return the kernel's name of the CPU; "" on architectures without one."""
     try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     return next((ln.partition(": ")[2] for ln in lines if ln.startswith("model name")), "")

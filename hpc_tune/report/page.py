@@ -185,7 +185,7 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
         "curves": {
             name: {
                 "step": list(map(round, steps)),
-                name: [_round_digits(value) for value in values],
+                name: [float(f"{value:.{_DIGITS}g}") for value in values],
             }
             for name, (steps, values) in curves.items()
             if steps
@@ -208,10 +208,6 @@ def _held_out_measures(row: Record) -> dict[str, float]:
         for name, value in row.items()
         if name.startswith(_HELD_OUT_PREFIX)
     }
-
-
-def _round_digits(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
 
 
 # -- The page.
@@ -333,7 +329,9 @@ def _render_heading(run: Run) -> str:
     if said := describe_starts(run):
         rows.append(("Starts", said))
     rows += [
-        (key, _format_setting(key, value)) for key, value in run.outcome.items() if key not in told
+        (key, _format_outcome_value(key, value))
+        for key, value in run.outcome.items()
+        if key not in told
     ]
     rows.append(("Next", advise_next(run)))
     if command := rerun_command(run):
@@ -429,7 +427,7 @@ def _nest_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _format_setting(key: str, value: Any) -> str:
+def _format_outcome_value(key: str, value: Any) -> str:
     return format_bytes(value) if key in ("need", "had") and isinstance(value, int) else str(value)
 
 

@@ -194,6 +194,8 @@ class Run:
             case "died":
                 return describe_last_seen(self.beats)
             case "unknown":
+                if self.outcome:
+                    return f"its outcome.json has the unknown status {self.outcome.get('status')!r}"
                 return "it left no outcome.json and no heartbeat"
             case _:
                 return str(self.outcome.get("reason", ""))

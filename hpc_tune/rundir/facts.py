@@ -113,19 +113,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
 
 def read_energy(run_dir: Path) -> RunEnergy | None:
     """Return the energy of all starts of the run in ``run_dir``; None without an energy event."""
-    events: list[dict[str, Any]] = []
-    try:
-        lines = (run_dir / EVENTS_FILE).read_bytes().split(b"\n")
-    except OSError:
-        return None
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            events.append(event)
-    return sum_energy(events)
+    return sum_energy(_read_rows(run_dir / EVENTS_FILE))
 
 
 def _is_number(value: Any) -> bool:

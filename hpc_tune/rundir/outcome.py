@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
@@ -28,6 +28,7 @@ OUTCOME_FILE = "outcome.json"
 # Reserves disk space for the outcome of a run that ends because its disk is full.
 RESERVE_FILE = ".outcome.reserve"
 _RESERVED_BYTES = 1 << 14
+OutcomeStatus = Literal["done", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Outcome:
     governor's actions (``governor``) after a stop for memory.
     """
 
-    status: Literal["done", "stopped", "failed"]
+    status: OutcomeStatus
     reason: str
     step: int | None
     exit_code: int
@@ -105,10 +106,35 @@ def read_outcome(run_dir: Path) -> dict[str, Any] | None:
     """Return the fields of outcome.json; None if it is missing or cannot be read."""
     try:
         fields = json.loads((run_dir / OUTCOME_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warn_unreadable(run_dir / OUTCOME_FILE, error)
         return None
     return fields if isinstance(fields, dict) else None
+
+
+def read_ending(run_dir: Path) -> dict[str, Any] | None:
+    """Return the fields of outcome.json if they tell how a start ended; None otherwise.
+
+    ``status``, ``reason`` and ``exit_code`` are then there and of the right types. If the file is
+    there but does not tell, as when it was cut short or is of another version, a warning says so.
+    """
+    if not (run_dir / OUTCOME_FILE).is_file():
+        return None
+    fields = read_outcome(run_dir) or {}
+    is_right = {
+        "status": fields.get("status") in get_args(OutcomeStatus),
+        "reason": isinstance(fields.get("reason"), str),
+        "exit_code": isinstance(fields.get("exit_code"), int),
+    }
+    if all(is_right.values()):
+        return fields
+    log.warning(
+        "%s counts as missing, since it has no valid %s: it was cut short, or is of another "
+        "version of hpc_tune",
+        run_dir / OUTCOME_FILE,
+        ", ".join(name for name, right in is_right.items() if not right),
+    )
+    return None
 
 
 def read_outcome_of_start(
@@ -275,7 +301,8 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
     """Return what is known of the last run in ``run_dir``; empty if there was none."""
     ended, last = read_outcome(run_dir), read_heartbeats(run_dir)
     if ended is not None:
-        actions = tuple(map(str, ended.get("governor", ())))
+        governor = ended.get("governor")
+        actions = tuple(map(str, governor)) if isinstance(governor, list) else ()
         if ended.get("status") != "stopped" or "need" not in ended:
             return PreviousRun(actions)
         return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
@@ -288,9 +315,8 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
 # -- The report at the end of a run, written by the report command in a separate process.
 
 
-_MEMORY_PER_METRICS_BYTE = (
-    4  # bytes of memory per byte of metrics.jsonl, in addition to the process's own
-)
+# Bytes of memory per byte of metrics.jsonl, in addition to the process's own.
+_MEMORY_PER_METRICS_BYTE = 4
 _REPORT_LIMIT_S = 60.0
 
 

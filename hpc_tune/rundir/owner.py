@@ -24,6 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.files import describe_missing_permission, may_read, may_write, write_file
@@ -82,6 +84,9 @@ class Owner:
         return f"{job} on host {self.host}, pid {self.pid}, since {since}"
 
 
+_OWNER_ADAPTER = TypeAdapter(Owner)
+
+
 def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
     """Return this process as the owner of ``run_dir``."""
     job = find_job(environ)
@@ -123,7 +128,7 @@ class RunLock:
         """``on_lost`` is called from a thread if another job takes ``run_dir`` over."""
         self._path, self._own, self._end_run = run_dir / LOCK_FILE, me, on_lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
-        self._watcher = liveness.Watcher("live-mark", touch_every_s, self._renew_lock)
+        self._watcher = liveness.Watcher("run-lock", touch_every_s, self._renew_lock)
         self._folder: int | None = None
 
     def acquire(self) -> None:
@@ -245,8 +250,8 @@ def _recent_owner(run_dir: Path) -> Owner | None:
 
 def has_owner_died(run_dir: Path) -> bool:
     """Whether the job that has locked ``run_dir`` is known to be gone."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        owner = Owner(**json.loads((run_dir / LOCK_FILE).read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError):
+        owner = _OWNER_ADAPTER.validate_json((run_dir / LOCK_FILE).read_bytes())
         return is_owner_alive(owner, make_owner("", run_dir)) is False
     return False
 
@@ -292,16 +297,15 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
     The owner is None if the content is not valid. Return None if the file is gone.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             touched_s, text = os.fstat(file.fileno()).st_mtime, file.read()
     except FileNotFoundError:
         return None
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as fresh:
         now_s = os.fstat(fresh.fileno()).st_mtime
     try:
-        values: Any = json.loads(text)
-        return Owner(**values), touched_s, now_s - touched_s
-    except (ValueError, TypeError):
+        return _OWNER_ADAPTER.validate_json(text), touched_s, now_s - touched_s
+    except ValueError:
         return None, touched_s, now_s - touched_s
 
 
@@ -378,9 +382,10 @@ def has_run_ended(run_dir: Path) -> bool:
 
 def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
     """Return the status, the reason and the exit code of a start, as far as they are known."""
-    told = outcome.read_outcome(run_dir)
-    if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
-        return str(told["status"]), str(told["reason"]), int(told["exit_code"])
+    with contextlib.suppress(OSError):
+        is_newer = (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s
+        if is_newer and (told := outcome.read_ending(run_dir)) is not None:
+            return told["status"], told["reason"], told["exit_code"]
     return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
 
 

@@ -96,10 +96,8 @@ def _split_cores(
         return CoreShare(own, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
     others: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
     if others & own:
-        together = frozenset().union(*masks)
-        threads = max(1, _num_cores(together, physical) // num_ranks)
-        num_cores = _num_cores(together, physical)
-        return CoreShare(own, num_cores, threads, False, warning, num_ranks)
+        num_cores = _num_cores(frozenset().union(*masks), physical)
+        return CoreShare(own, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks)
     cpus = _core_slice(own, len(same_mask_ranks), same_mask_ranks.index(local_rank), physical)
     num_cores = _num_cores(cpus, physical)
     fair = _num_cores(reachable, physical) // num_ranks
@@ -229,12 +227,10 @@ def _slice_near_gpu(
     GPU's node is unknown: its slice of the whole mask would overlap the slices that other ranks
     take from a node. A rank that has the mask alone gets ``None``, too.
     """
-    places = (
-        [place for rank in same_mask_ranks if (place := gpu_nodes[rank]) is not None]
-        if gpu_nodes
-        else []
-    )
-    if len(same_mask_ranks) == 1 or len(places) < len(same_mask_ranks):
+    if not gpu_nodes or len(same_mask_ranks) == 1:
+        return None
+    places = [place for rank in same_mask_ranks if (place := gpu_nodes[rank]) is not None]
+    if len(places) < len(same_mask_ranks):
         return None
     if any(len(place.cpus & mask) < places.count(place) for place in places):
         return None

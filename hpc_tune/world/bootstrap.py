@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_tune.cluster.launchers import find_launcher
 from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import WorldError
+from hpc_tune.errors import EXIT_FAILED, WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity, liveness, processes
 from hpc_tune.world.affinity import SYS, read_numa_node_cpus
@@ -61,14 +61,6 @@ from hpc_tune.world.watch import EndWorld, HostWatch
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
-import dataclasses
-from typing import TYPE_CHECKING
-
-from hpc_tune.errors import EXIT_FAILED
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 
 _START_HINT = (
     "check for ranks that failed to start, or for a network that the nodes do not share; "
@@ -501,7 +493,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     roster = _renumber_roster(comm, ranks)
     rank = list(ranks).index(comm.world.rank)
     on_node = [peer.rank for peer in roster if peer.node == roster[rank].node]
-    world = dataclasses.replace(
+    world = replace(
         comm.world,
         rank=rank,
         size=len(ranks),
@@ -513,7 +505,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     num = comm.num_regroups + 1
     store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
     group = init_groups(world, comm.device, store, timeout_s, comm.startup_limit_s)
-    comm = dataclasses.replace(
+    comm = replace(
         comm,
         world=world,
         cpu_group=group,
@@ -562,6 +554,6 @@ def _renumber_roster(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
     for rank in ranks:
         nodes.setdefault(comm.roster[rank].node, len(nodes))
     return tuple(
-        dataclasses.replace(comm.roster[old], rank=new, node=nodes[comm.roster[old].node])
+        replace(comm.roster[old], rank=new, node=nodes[comm.roster[old].node])
         for new, old in enumerate(ranks)
     )

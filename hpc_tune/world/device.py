@@ -27,10 +27,6 @@ from hpc_tune.world.json_channel import Channel
 
 if TYPE_CHECKING:
     import torch
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 # -- Ranks that cannot open the node's other GPUs: cgroups or a container hide them, not a variable.
 #
@@ -446,9 +442,8 @@ def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, 
         return None
     return (
         f"torch has not read {_EXPANDABLE} from the environment, so GPU memory fragments: "
-        "torch was imported before the ranks set it. Export "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True "
-        "in the job"
+        f"torch was imported before the ranks set it. Export PYTORCH_ALLOC_CONF={_EXPANDABLE} in "
+        "the job"
     )
 
 

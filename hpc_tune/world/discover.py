@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster import launchers
-from hpc_tune.cluster.launchers import LAUNCHERS, find_launcher
+from hpc_tune.cluster.launchers import (
+    LAUNCHERS,
+    OPENMPI_YIELD_WHEN_IDLE,
+    disable_gpu_aware_mpi,
+    find_launcher,
+)
 from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
@@ -38,11 +42,13 @@ def make_host_key() -> str:
 
 
 def number_nodes(
-    mpi_node_keys: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
+    mpi_node_keys: Sequence[object],
+    host_keys: Sequence[object],
+    claimed_sizes: Sequence[int | None],
 ) -> list[int]:
     """Return each rank's node; nodes are numbered in the order of their lowest ranks (pure).
 
-    ``mpi_node_keys`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own
+    ``mpi_node_keys`` and ``host_keys`` hold one key per rank, equal within a node: from MPI's own
     split, and from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every
     rank alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by
     rank.
@@ -50,15 +56,15 @@ def number_nodes(
     Raises:
         WorldError: if the launcher's sizes match neither.
     """
-    for keys in (mpi_node_keys, by_name):
+    for keys in (mpi_node_keys, host_keys):
         counts = Counter(keys)
         if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
             order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
             return [order[key] for key in keys]
-    sizes = [sorted(Counter(keys).values()) for keys in (mpi_node_keys, by_name)]
+    sizes = [sorted(Counter(keys).values()) for keys in (mpi_node_keys, host_keys)]
     raise WorldError(
         f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
-        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
+        f"{sizes[0][:16]} and the host names {host_keys[:16]} give {sizes[1][:16]}; check that "
         "mpi4py uses the launcher's MPI and that every node has a host name of its own"
     )
 
@@ -106,8 +112,7 @@ class World:
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     """Return this process's place and MPI's COMM_WORLD, or ``None`` if MPI is not used.
 
-    The ranks of ``UNKNOWN_LAUNCHER`` count as alone on their nodes until they can
-    communicate.
+    The ranks of ``UNKNOWN_LAUNCHER`` count as alone on their nodes until they can communicate.
 
     Raises:
         WorldError: if the launcher's variables are invalid or incomplete, MPI does not fit the
@@ -117,11 +122,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     if claim.launcher == UNKNOWN_LAUNCHER:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN_LAUNCHER), None
-    if (changed := launchers.disable_gpu_aware_mpi(os.environ)) is not None:
+    if (changed := disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", changed)
     if not claim.uses_mpi:
         return _world_from_claim(launcher, claim, environ), None
-    os.environ.setdefault(*launchers.OPENMPI_YIELD_WHEN_IDLE)
+    os.environ.setdefault(*OPENMPI_YIELD_WHEN_IDLE)
     try:
         import mpi4py
 

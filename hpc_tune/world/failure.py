@@ -231,8 +231,7 @@ def unresponsive_ranks_error(peers: Sequence[Peer], doing: str, limit_s: float) 
     return StalledError(
         f"{list_some(map(_describe_process, peers), 4, ', ')} {verb} not answer while {doing}, "
         f"for {limit_s:.0f} s ({liveness.GIL_TIMEOUT_FACTOR} x run.timeout): a process is stopped, "
-        "or "
-        "hangs outside of Python",
+        "or hangs outside of Python",
         {"late_ranks": [peer.rank for peer in peers]},
     )
 
@@ -244,8 +243,8 @@ def lost_host_error(
     host = lost[0].hostname
     return LostHostError(
         f"host {host} ({format_ranks(lost)}) has not answered in {limit_s:.0f} s "
-        "(run.host_timeout) "
-        f"while {doing}: it is down, or the network between it and {own_host} is cut",
+        f"(run.host_timeout) while {doing}: it is down, or the network between it and {own_host} "
+        "is cut",
         {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost]},
     )
 

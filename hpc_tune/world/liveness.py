@@ -21,14 +21,10 @@ from hpc_tune.log import print_line
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
 FAILURE_REPORT_LIMIT_S = 6.0
-GIL_TIMEOUT_FACTOR = (
-    2  # x run.timeout: a library that holds the interpreter's lock may still be reading
-)
+GIL_TIMEOUT_FACTOR = 2  # x run.timeout: a library that holds Python's lock may still be reading
 
 # HostWatch
-NUM_KEEPALIVE_PROBES = (
-    3  # a lost packet or two are no outage; each probe has a quarter of the limit
-)
+NUM_KEEPALIVE_PROBES = 3  # a lost packet or two are no outage; each has a quarter of the limit
 CONNECT_LIMIT_S = 30.0
 HELLO_LIMIT_S = 2.0
 HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
@@ -36,21 +32,17 @@ HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
 NEIGHBORS_REPORT_WITHIN_S = 0.4
 # Within seconds of a rank's end, ranks of its node report it, and its launcher ends the others.
 RANK_END_REPORTED_WITHIN_S = 10.0
-EMPTY_NODE_REPORT_AFTER_S = (
-    1.0  # if no rank is left there to report; the main thread may know more before
-)
-ENDED_TOGETHER_WITHIN_S = (
-    0.5  # less than a rank waits before it exits after it hears of another's end
-)
+# If no rank is left there to report; the main thread may know more before.
+EMPTY_NODE_REPORT_AFTER_S = 1.0
+# Less than a rank waits before it exits after it hears of another's end.
+ENDED_TOGETHER_WITHIN_S = 0.5
 
 # HangWatch; within a short limit it looks HANG_NUM_LOOKS times
 HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
 
 # StallWatch and RollCall
 STEP_LOOK_EVERY_S, STEP_NUM_LOOKS = 5.0, 20
-TORCH_TIMEOUT_MARGIN_S = (
-    60.0  # torch ends a collective later, since it does not know who is missing
-)
+TORCH_TIMEOUT_MARGIN_S = 60.0  # torch ends a collective later: it does not know who is missing
 
 # NcclWatch
 NCCL_LOOK_EVERY_S = 1.0
@@ -90,9 +82,8 @@ OUTPUT_DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of
 DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 OTHERS_REPORT_WITHIN_S = 1.5  # rank 0, or a rank on the dead rank's node, can name it
 OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
-RANK_0_REPORTS_WITHIN_S = (
-    1.5  # before there is a world, rank 0 reports first and its end ends the others
-)
+# Before there is a world, rank 0 reports first and its end ends the others.
+RANK_0_REPORTS_WITHIN_S = 1.5
 SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 
 
@@ -103,7 +94,7 @@ class Watcher:
     """
 
     def __init__(self, name: str, every_s: float, *checks: Callable[[], bool | None]) -> None:
-        self._name, self._every_s, self._looks = name, every_s, checks
+        self._name, self._every_s, self._checks = name, every_s, checks
         self._closed, self._close_lock = threading.Event(), threading.Lock()
         self.has_started = False
 
@@ -115,12 +106,12 @@ class Watcher:
     def start(self) -> None:
         """Start the threads."""
         self.has_started = True
-        for look in self._looks:
-            threading.Thread(target=self._run, args=(look,), name=self._name, daemon=True).start()
+        for check in self._checks:
+            threading.Thread(target=self._run, args=(check,), name=self._name, daemon=True).start()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the looks during the block."""
+        """Check during the block."""
         self.start()
         try:
             yield
@@ -128,7 +119,7 @@ class Watcher:
             self.close()
 
     def wait(self, seconds: float) -> bool:
-        """Wait within a look; tell whether the watcher was closed meanwhile."""
+        """Wait within a check; tell whether the watcher was closed meanwhile."""
         return self._closed.wait(seconds)
 
     def run_unless_closed(self, act: Callable[[], object]) -> None:
@@ -138,12 +129,12 @@ class Watcher:
                 act()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         with self._close_lock:
             self._closed.set()
 
-    def _run(self, look: Callable[[], bool | None]) -> None:
-        while not self.is_closed and not look():
+    def _run(self, check: Callable[[], bool | None]) -> None:
+        while not self.is_closed and not check():
             self._closed.wait(self._every_s)
 
 

@@ -65,12 +65,8 @@ class NcclWatch:
         every_s: float = liveness.NCCL_LOOK_EVERY_S,
     ) -> None:
         """Start checking; ``timeout_s`` is run.timeout."""
-        self._comm, self._timeout_s, self._end_world, self._errors = (
-            comm,
-            timeout_s,
-            on_failure,
-            errors,
-        )
+        self._comm, self._timeout_s = comm, timeout_s
+        self._end_world, self._errors = on_failure, errors
         self._last_look_s, self._was_suspended = time.monotonic(), False
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._check_groups)
         self._watcher.start()
@@ -103,8 +99,7 @@ class NcclWatch:
             text = (
                 f"an NCCL collective while {self._comm.activity[0]} had not finished "
                 f"{liveness.TORCH_TIMEOUT_MARGIN_S:.0f} s after run.timeout "
-                f"({self._timeout_s:.0f} s), and "
-                "no rank is known to have ended"
+                f"({self._timeout_s:.0f} s), and no rank is known to have ended"
             )
         else:
             text = (

@@ -19,12 +19,8 @@ from dataclasses import dataclass
 import torch
 
 _ALIGNMENT = 64  # bytes, enough for values of any dtype and for a processor's vectors
-_MIN_SPLIT_BYTES = (
-    1 << 20
-)  # a rest below this is rounded up to a power of two and not split further
-_MAX_BLOCK_BYTES = (
-    4 << 30
-)  # the largest block, two seconds to allocate; only a larger tensor exceeds it
+_MIN_SPLIT_BYTES = 1 << 20  # a smaller rest is rounded up to a power of two, not split further
+_MAX_BLOCK_BYTES = 4 << 30  # takes two seconds to allocate; only a larger tensor exceeds it
 
 
 @dataclass(frozen=True)

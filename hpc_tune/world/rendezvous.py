@@ -168,10 +168,8 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
             f"is; it has {known}"
         }, []
-    usable = candidate_addresses(addresses, world.num_nodes, interface)
-    endpoints = []
-    listeners = []
-    for address in usable:
+    endpoints, listeners = [], []
+    for address in candidate_addresses(addresses, world.num_nodes, interface):
         family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
         try:
             listener = socket.create_server((address.ip, 0), family=family, backlog=4096)

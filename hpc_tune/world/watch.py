@@ -52,7 +52,7 @@ watch_launcher in world/failure.py: the launcher, or the parent of this rank, is
 time_limit in world/liveness.py: a wait for the others does not end
     sign    the block does not finish
     who     each rank that waits
-    after   START_LIMIT_S, START_LIMIT_PER_RANK_S, or run.start_timeout; SHUTDOWN_LIMIT_S at the end
+    after   START_LIMIT_S and START_LIMIT_PER_RANK_S, or run.start_timeout; SHUTDOWN_LIMIT_S at end
     prints  "rank 2 on n1: waited 300 s for all ranks to start; ...", exit code 1
 RunLock in rundir/owner.py: another job has taken the run directory over, or it was moved
     sign    live.json names the owner, who touches it every LOCK_TOUCH_EVERY_S
@@ -108,8 +108,7 @@ from hpc_tune.world.rendezvous import local_addresses
 EndWorld = Callable[[Comm, HpcTuneError], None]
 _COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
-# the first is followed by an exit code once the cause is reported
-_EXIT_NOTICE = b"!"
+_EXIT_NOTICE = b"!"  # followed by an exit code once the cause is reported
 _BYE = b"bye"
 _CHUNK_BYTES = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
@@ -141,7 +140,7 @@ class StallWatch:
             self._progress_mark, limit_s, every_s, self._report_stall
         )
         self._watcher = liveness.Watcher(
-            "step-limit", every_s, ends_if_still, self._answer_progress_request
+            "stall-watch", every_s, ends_if_still, self._answer_progress_request
         )
         self._num_entered, self._activity = 0, "the first step"
         self._send_lock = threading.Lock()
@@ -166,9 +165,8 @@ class StallWatch:
         return *place, spent_ns
 
     def _report_stall(self, wait_s: float | None = None) -> None:
-        wait_s = (
-            2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S) if wait_s is None else wait_s
-        )
+        if wait_s is None:
+            wait_s = 2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S)
         own = self._comm.world.rank
         places = {own: self._own_progress()}
         # The store may be behind a cut network.
@@ -243,11 +241,8 @@ class RollCall:
         self, comm: Comm, limit_s: float, on_failure: Callable[[HpcTuneError], None]
     ) -> None:
         """Treat a rank as stopped if it does not answer for twice ``limit_s`` seconds."""
-        self._comm, self._limit_s, self._end_world = (
-            comm,
-            liveness.GIL_TIMEOUT_FACTOR * limit_s,
-            on_failure,
-        )
+        self._comm, self._end_world = comm, on_failure
+        self._limit_s = liveness.GIL_TIMEOUT_FACTOR * limit_s
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
         self._keys = StoreKeys(comm.store, "roll")
         self._num_store_answers = self._last_answer = 0
@@ -529,11 +524,9 @@ class HostWatch:
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
             return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORTED_WITHIN_S
         nobody_left = all(other.rank in self._ended for other in self._peers_on_node(peer.node))
-        return (
-            liveness.EMPTY_NODE_REPORT_AFTER_S
-            if nobody_left or rank == 0
-            else liveness.RANK_END_REPORTED_WITHIN_S
-        )
+        if nobody_left or rank == 0:
+            return liveness.EMPTY_NODE_REPORT_AFTER_S
+        return liveness.RANK_END_REPORTED_WITHIN_S
 
     def _peers_on_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]

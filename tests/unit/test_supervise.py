@@ -356,6 +356,42 @@ def test_an_outcome_that_shows_late_counts(tmp_path):
     assert len((run_dir / "starts.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "lacks"),
+    [
+        ('{"status": "do', "status, reason, exit_code"),
+        ("[]", "status, reason, exit_code"),
+        ('{"reason": "why", "exit_code": 0}', "status"),
+        ('{"status": "paused", "reason": "why", "exit_code": 0}', "status"),
+        ('{"status": "done", "exit_code": 0}', "reason"),
+        ('{"status": "done", "reason": "why", "exit_code": "none"}', "exit_code"),
+    ],
+)
+def test_an_outcome_that_does_not_tell_how_the_run_ended_counts_as_missing(tmp_path, told, lacks):
+    run_dir, launcher = tmp_path / "run", tmp_path / "launcher"
+    run_dir.mkdir()
+    (tmp_path / "told").write_text(told)
+    launcher.write_text(f"#!/bin/sh\ncp {tmp_path}/told {run_dir}/outcome.json\nexit 3\n")
+    launcher.chmod(0o755)
+    argv = [sys.executable, "-c", SUPERVISE, str(launcher), str(run_dir), ""]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert f"outcome.json counts as missing, since it has no valid {lacks}: " in done.stderr
+    assert "exited with code 3, and there is no outcome.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_lines_of_starts_that_are_cut_short_or_of_another_version_end_no_job(tmp_path):
+    job = Job(tmp_path, says("failed", "KeyError", 1, 0), says("done", "all steps done", 0, 9))
+    crash = asdict(start(4, 4))
+    lines = [crash | {"to_step": None}, crash | {"asked": "?"}, [crash], crash]
+    text = "\n".join(map(json.dumps, lines))[:-9]
+    (job.run_dir / "starts.jsonl").write_text(f"{text}\n")
+    (job.run_dir / "start.json").write_text('{"from_step": [], "job": 7}')
+    assert job.end() == 0, job.stderr
+    assert "Traceback" not in job.stderr
+
+
 def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
     lies = says("stopped", "host memory of n1", 75, 2, lies=0)
     job = Job(tmp_path, lies, says("done", "all steps done", 0, 9, lingers_s=600))

@@ -1,6 +1,7 @@
 """Folders as other tools leave them: pointers instead of files, the hub's cache."""
 
 import json
+import os
 
 import pytest
 from transformers import LlamaConfig
@@ -50,6 +51,12 @@ def test_a_link_of_git_annex_that_was_not_fetched_is_refused(tmp_path):
     (tmp_path / "a.jsonl").unlink()
     (tmp_path / "a.jsonl").symlink_to("gone.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl is a link to gone\.jsonl, where there is no"):
+        find_files(str(tmp_path))
+
+
+def test_a_link_to_a_name_that_is_not_utf8_and_leads_nowhere_is_refused(tmp_path):
+    os.symlink(b"gone-\xff.jsonl", tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl is a link to gone-"):
         find_files(str(tmp_path))
 
 

@@ -293,6 +293,13 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
     assert outcome.read_previous_run(tmp_path).short_of is None
 
 
+@pytest.mark.parametrize("governor", [None, 3, "shrink_buffers", {"shrink_buffers": 1}])
+def test_actions_of_another_type_in_an_outcome_are_none(tmp_path, governor):
+    told = {"status": "stopped", "reason": "why", "exit_code": 75, "governor": governor}
+    (tmp_path / "outcome.json").write_text(json.dumps(told))
+    assert outcome.read_previous_run(tmp_path).actions == ()
+
+
 def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():
     def limit():
         return resource.getrlimit(resource.RLIMIT_DATA)

@@ -454,6 +454,12 @@ def test_a_run_that_was_killed_is_told_of_with_its_last_words(make):
     assert "while saving: 7.00 GiB of 8.00 GiB" in text
 
 
+def test_a_status_that_this_version_does_not_know_is_named(make):
+    run = read_run(make(outcome=DONE | {"status": "paused"}))
+    assert run.state == "unknown"
+    assert run.reason == "its outcome.json has the unknown status 'paused'"
+
+
 def test_a_run_without_a_step_a_torn_line_or_of_an_older_version_has_its_report_too(make):
     checked(
         write_report([make("none", steps=[], evals=False, outcome=DONE | {"status": "failed"})])

@@ -17,6 +17,8 @@ from hpc_tune.rundir.owner import (
     LOCK_FILE,
     MovedError,
     RunLock,
+    find_owner,
+    has_owner_died,
     is_owner_alive,
     make_owner,
     read_nonce,
@@ -122,6 +124,19 @@ def test_what_gives_no_sign_for_long_is_taken_over(tmp_path, text):
     own.acquire()
     assert read_nonce(tmp_path / LOCK_FILE) == "mine"
     assert time.monotonic() - began_s > 0.5, "it was given time"
+    own.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", *(json.dumps(asdict(FAR) | {k: []}).encode() for k in ("pid", "since_s"))]
+)
+def test_a_mark_of_another_kind_names_nobody_and_is_taken_over_too(tmp_path, content):
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    assert find_owner(tmp_path) is None
+    assert not has_owner_died(tmp_path)
+    own = mark(tmp_path)
+    own.acquire()
+    assert read_nonce(tmp_path / LOCK_FILE) == "mine"
     own.close()
 
 

@@ -6,6 +6,8 @@ import os
 import tempfile
 from dataclasses import asdict, replace
 
+import pytest
+
 from hpc_tune.rundir import owner
 
 
@@ -20,3 +22,23 @@ def test_a_run_on_a_disk_that_is_full_is_not_taken_for_one_that_has_ended(tmp_pa
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     assert not owner.has_run_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "ending"),
+    [
+        ({"status": "stopped", "reason": "SIGUSR1", "exit_code": 75}, ("stopped", "SIGUSR1", 75)),
+        ({"status": "stopped", "reason": "SIGUSR1"}, None),
+        ({"status": "stopped", "reason": None, "exit_code": 75}, None),
+        ({"exit_code": 75}, None),
+        ([], None),
+    ],
+)
+def test_the_ending_of_a_start_is_what_its_outcome_tells_if_that_is_whole(tmp_path, told, ending):
+    owner.note_start(tmp_path)
+    noted = owner.read_unfinished_start(tmp_path)
+    (tmp_path / "outcome.json").write_text(json.dumps(told))
+    unknown = ("failed", owner._UNKNOWN_ENDING, 1)
+    assert owner.find_start_ending(tmp_path, noted) == (ending or unknown)
+    os.utime(tmp_path / "outcome.json", (0, 0))  # of an earlier start
+    assert owner.find_start_ending(tmp_path, noted) == unknown

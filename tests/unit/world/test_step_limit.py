@@ -115,7 +115,7 @@ def test_nothing_is_watched_after_the_block(stays):
         pass
     time.sleep(1)
     assert told == []
-    assert "step-limit" not in {thread.name for thread in threading.enumerate()}
+    assert "stall-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_rank_that_is_asked_answers_where_it_is(stays):
