@@ -389,14 +389,16 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     with fast_imports():
         from peft import LoraConfig
 
-    ranks = _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
-    alphas = _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
+    # First: peft uses the first match, and a shared expert's down_proj may have a pattern.
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # for the same scale
-        for name in targets.parameters:
-            if name.rpartition(".")[0] in targets.stacks:
-                ranks[name], alphas[name] = targets.expert_rank, alpha
+        stacked = [n for n in targets.parameters if n.rpartition(".")[0] in targets.stacks]
+        ranks, alphas = dict.fromkeys(stacked, targets.expert_rank), dict.fromkeys(stacked, alpha)
+    ranks |= _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
+    alphas |= _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
     return LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
