@@ -36,8 +36,7 @@ def find_replaceable_layers(
     forward: Forward,
     agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> list[nn.Module]:
-    """Return the layers of ``blocks`` that pass ``is_candidate`` and compute the same as
-    ``forward``.
+    """Return the layers of ``blocks`` that pass ``is_candidate`` and compute as ``forward`` does.
 
     ``make`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
     results of its class's forward and of ``forward`` must ``agree``. Layers of one class with the
@@ -161,8 +160,8 @@ class _RmsNormFunction(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         x_fp32, grad_weight = x.float(), None
         if ctx.needs_input_grad[1]:
-            normalised = (x_fp32 * inverse).to(x.dtype)
-            grad_weight = (grad * normalised).flatten(0, -2).sum(0)
+            normalized = (x_fp32 * inverse).to(x.dtype)
+            grad_weight = (grad * normalized).flatten(0, -2).sum(0)
         # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalized values
         by_norm = (grad * weight).float()
         shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)

@@ -277,8 +277,7 @@ def _input_gradient(
     grads_NO: Sequence[torch.Tensor],
     adapter_factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient of the input, NI, from the base's matmuls and that of
-    ``adapter_factors``.
+    """Return the gradient of the input, NI: of the base's matmuls and that of ``adapter_factors``.
 
     The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
     that they add to costs nothing.
@@ -351,22 +350,16 @@ class _LoraLinearsFunction(torch.autograd.Function):
             outs.append(add(adapter_NO, x_NI, _unpack_weight(packed[i], weights[i]).t()))
         dropped = () if x_after_dropout is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
-        ctx.packed, ctx.scales, ctx.shape, ctx.drops = (
-            packed,
-            scales,
-            x.shape,
-            x_after_dropout is not None,
-        )
+        ctx.packed, ctx.scales, ctx.shape = packed, scales, x.shape
+        ctx.drops = x_after_dropout is not None
         return tuple(outs) if len(outs) > 1 else outs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads_NO: torch.Tensor) -> Any:  # type: ignore[override]
         x_NI, low_NS, *rest = ctx.saved_tensors
         num, dtype = len(ctx.ranks), grads_NO[0].dtype
-        weights, a_s, b_s, more = (
-            *(rest[i * num : (i + 1) * num] for i in range(3)),
-            rest[3 * num :],
-        )
+        weights, a_s, b_s = (rest[i * num : (i + 1) * num] for i in range(3))
+        more = rest[3 * num :]
         left_NI = more.pop() if ctx.drops else x_NI
         a_SI, bs_OR = (
             (more[0], more[1:]) if ctx.is_kept else _cast_adapters(dtype, a_s, b_s, ctx.scales)
