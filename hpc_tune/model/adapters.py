@@ -427,9 +427,11 @@ def _extend_patterns_to_weights(
 
 
 def restore_layer_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``_extend_patterns_to_weights`` in an adapter's patterns."""
+    """Undo ``_extend_patterns_to_weights`` in an adapter's patterns, and remove a final ``$``."""
     before, behind = _WEIGHT_PATTERN_AFFIXES
     return {
-        key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value
+        key.removeprefix(before).removesuffix(behind)
+        if key.endswith(behind)
+        else key.removesuffix("$"): value
         for key, value in patterns.items()
     }

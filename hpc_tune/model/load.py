@@ -174,7 +174,8 @@ def _compare_expert_ranks(
             "lora_alpha of experts is {} there, and {} here: tune.alpha x expert_rank / rank",
         ),
     ):
-        experts = [path for path in wanted[key] if path not in getattr(tune, key)]
+        others = restore_layer_patterns(getattr(tune, key))
+        experts = [path for path in wanted[key] if path not in others]
         pairs = [(fields[key].pop(path, fields[every]), wanted[key].pop(path)) for path in experts]
         problems += [said.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
     return problems

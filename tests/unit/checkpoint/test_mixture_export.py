@@ -131,6 +131,16 @@ def test_a_pattern_of_a_shared_experts_layer_is_none_of_routed_experts_of_that_n
     assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
 
 
+def test_a_pattern_that_marks_its_end_is_known_again(mixtures, tmp_path):
+    tune = EXPERTS.model_copy(
+        update={"rank_pattern": {"q_proj$": 2, "shared_expert.gate_proj$": 3}}
+    )
+    trained(mixtures["qwen2_moe"], tune, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", tune, mixtures["qwen2_moe"], tmp_path / "adapter")
+    built = build(mixtures["qwen2_moe"], torch.float32, tune, 0)
+    assert use_init_adapter(built, out).start is not None
+
+
 def test_dora_on_layers_that_peft_takes_for_experts_is_refused_and_the_advice_is_good(
     mixtures, tmp_path
 ):
