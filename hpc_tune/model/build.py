@@ -203,12 +203,12 @@ def build(
     """
     _refuse_bf16_params_in_fp32(tune, dtype)
     full = tune.method == "full"
-    of_base = DTYPES[tune.param_dtype] if full else dtype
-    language, dropout = _make_language_model(directory, of_base, weights, rope_scaling)
+    base_dtype = DTYPES[tune.param_dtype] if full else dtype
+    language, dropout = _make_language_model(directory, base_dtype, weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
     within_documents = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
-    keep_fp32(model, of_base, full)
+    keep_fp32(model, base_dtype, full)
     index = file_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}

@@ -91,12 +91,12 @@ def _computes_same(
 _MIN_EQUAL_SHARE = 0.95
 
 
-def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
+def use_rms_norm(blocks: Iterable[nn.Module], uses_torch: bool = False) -> int:
     """Replace the forward of each RMS norm of Llama's form in ``blocks``; return their number.
 
-    ``torchs``: use ``F.rms_norm`` instead of our own.
+    ``uses_torch``: use ``F.rms_norm`` instead of our own.
     """
-    forward = _torch_rms_norm_forward if torchs else _rms_norm_forward
+    forward = _torch_rms_norm_forward if uses_torch else _rms_norm_forward
     norms = find_replaceable_layers(
         blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _outputs_agree
     )

@@ -43,20 +43,20 @@ class LoraGroup:
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._shared = self._unshared = 0  # calls since ``decide_sharing``
-        self._is_apart = False
+        self._num_shared = self._num_unshared = 0  # calls since ``decide_sharing``
+        self._shares_input = True
 
     def linear_output(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of layer ``number``; the first call with an input computes them all."""
-        if self._is_apart:
+        if not self._shares_input:
             return _compute_outputs(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
             return _compute_outputs(self.layers, x, self)[0]
-        is_there = self._input is x and number in self._waiting
+        is_computed = self._input is x and number in self._waiting
         if not torch.compiler.is_compiling():
-            self._shared += is_there
-            self._unshared += bool(self._waiting) and not is_there
-        if not is_there:
+            self._num_shared += is_computed
+            self._num_unshared += bool(self._waiting) and not is_computed
+        if not is_computed:
             self._input, self._waiting = x, dict(enumerate(_compute_outputs(self.layers, x, self)))
         out_NO = self._waiting.pop(number)
         if not self._waiting:
@@ -68,8 +68,8 @@ class LoraGroup:
 
         To be called between steps: recomputation must do the same as the first pass.
         """
-        self._is_apart |= self._unshared > self._shared
-        self._shared = self._unshared = 0
+        self._shares_input &= self._num_unshared <= self._num_shared
+        self._num_shared = self._num_unshared = 0
         self.forget()
 
     def forget(self) -> None:
