@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpc_tune.config.tune import match_patterns
 from hpc_tune.model.experts import AdaptedTensor, has_experts, map_adapter_layers_to_stacks
 from hpc_tune.model.language import (
     find_model_file_layout,
@@ -130,16 +131,52 @@ class _ExpertMatrix:
 
 @dataclass(frozen=True)
 class PerExpertAdapter:
-    """An adapter to write: its tensors, and the last name parts of layers and expert matrices."""
+    """An adapter to write: its tensors, and the layers that they adapt.
+
+    ``layers`` maps the path of a layer in the files to that in the whole model; ``expert_layers``
+    are the last parts of the names of the experts' matrices.
+    """
 
     regions: list[Region]
-    layers: set[str]
+    layers: dict[str, str]
     expert_layers: set[str]
 
     def write(self, peft_folder: Path, out: Path) -> None:
         """Write the adapter into ``out``, with the settings of ``peft_folder``, its peft export."""
         write_regions(out / ADAPTER_FILE, self.regions)
-        _write_per_expert_config(peft_folder, out, self.layers, self.expert_layers)
+        config = json.loads((peft_folder / "adapter_config.json").read_text(encoding="utf-8"))
+        text = json.dumps(self._change_config(config), indent=2)
+        (out / "adapter_config.json").write_text(text, encoding="utf-8")
+
+    def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return peft's ``config`` for single layers instead of stacks, with the same scales.
+
+        Ranks and alphas other than ``r`` and ``lora_alpha`` are given by the layers' paths in the
+        files. use_rslora becomes larger alphas: some versions of vLLM ignore it for experts.
+        """
+        ranks, alphas = (config.pop(key, {}) for key in ("rank_pattern", "alpha_pattern"))
+        stack = next(name for name in config.pop("target_parameters") if name in ranks)
+        experts = rf"experts\.\d+\.({'|'.join(sorted(self.expert_layers))})"
+        new_ranks, new_alphas = {experts: ranks[stack]}, {experts: alphas[stack]}
+        for stored, layer in sorted(self.layers.items()):
+            new_ranks[stored] = _first_match(ranks, layer, config["r"])
+            new_alphas[stored] = _first_match(alphas, layer, config["lora_alpha"])
+        if config.pop("use_rslora", False):
+            config["lora_alpha"] *= math.sqrt(config["r"])
+            new_alphas = {key: a * math.sqrt(new_ranks[key]) for key, a in new_alphas.items()}
+        names = {stored.rpartition(".")[2] for stored in self.layers}
+        config["target_modules"] = sorted(names | self.expert_layers)
+        for key, new, common in (
+            ("rank_pattern", new_ranks, config["r"]),
+            ("alpha_pattern", new_alphas, config["lora_alpha"]),
+        ):
+            if others := {layer: value for layer, value in new.items() if value != common}:
+                config[key] = others
+        return config
+
+
+def _first_match(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+    return next((patterns[key] for key in match_patterns(patterns, layer)), default)
 
 
 def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
@@ -149,7 +186,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     """
     storage = find_model_file_layout(base, index_model_directory(base))
     read = functools.lru_cache(maxsize=1)(index.read)
-    found = PerExpertAdapter([], set(), set())
+    found = PerExpertAdapter([], {}, set())
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
         layer, called = adapted_layer(name), name
         if (stack := storage.stacks.get(layer)) is not None:
@@ -160,7 +197,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
             continue
         if layer:
             stored = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
-            found.layers.add(stored.rpartition(".")[2])
+            found.layers[stored] = layer
             called = f"{ADAPTER_PREFIX}{stored}{name.removeprefix(ADAPTER_PREFIX + layer)}"
         shape, values = index.shapes[name], functools.partial(read, name)
         found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
@@ -212,31 +249,3 @@ def _expert_region(
 
     called = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
     return Region.whole(called, index.dtypes[name], shape, values)
-
-
-def _write_per_expert_config(
-    peft_folder: Path, out: Path, layers: set[str], expert_layers: set[str]
-) -> None:
-    """Write adapter_config.json: a copy of the one in ``peft_folder``, with layers instead of
-    stacks.
-
-    Patterns give the rank of experts; their scale is that of the other layers. If the patterns of
-    ranks and alphas have the same keys, use_rslora becomes larger alphas with the same scales:
-    some versions of vLLM ignore use_rslora for experts.
-    """
-    config = json.loads((peft_folder / "adapter_config.json").read_text(encoding="utf-8"))
-    ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
-    if ranks.keys() == alphas.keys() and config.pop("use_rslora", False):
-        config["lora_alpha"] *= math.sqrt(config["r"])
-        config["alpha_pattern"] = {k: alphas[k] * math.sqrt(rank) for k, rank in ranks.items()}
-    config["target_modules"] = sorted(layers | expert_layers)
-    stacks = config.pop("target_parameters", None) or []
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = dict(config.get(key, {}))
-        own = {patterns.pop(stack) for stack in stacks if stack in patterns}
-        if own:
-            (value,) = own
-            names = "|".join(sorted(expert_layers))
-            # First: peft uses the first match, and gate_proj may be a pattern for other layers.
-            config[key] = {rf"experts\.\d+\.({names})": value} | patterns
-    (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -178,6 +178,7 @@ class MergedModel:
         _, part = self._parts_by_stored_name.get(name, (name, None))
         part = part or StoredPart.whole(self._stored.sources[name])
         _, rows, columns = part.box.slices()
+        scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         for number in range(part.box.offset[0], part.box.end[0]):
             box = Box((number, *part.box.offset[1:]), (1, *part.box.shape[1:]))
             expert = torch.empty(box.shape, dtype=torch.float32)
@@ -185,7 +186,7 @@ class MergedModel:
             self._stored.fill(values, name, offset)
             delta = b_ORE[..., number] @ a_ERI[number]
             delta = delta.t() if stack.is_transposed else delta
-            expert[0].add_(delta[rows, columns], alpha=self._tune.adapter_scale(stack.tensor))
+            expert[0].add_(delta[rows, columns], alpha=scale)
             out[Box(offset, tuple(values.shape)).slices()] = values.to(out.dtype)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:

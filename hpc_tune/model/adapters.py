@@ -69,9 +69,7 @@ def add_adapters(
             another setting of tune does not fit the model.
     """
     model, kinds = language.model, (nn.Linear, _conv1d_class())
-    linear = sorted(
-        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
-    )
+    linear = sorted({_last_part(n) for n, m in model.named_modules() if isinstance(m, kinds)})
     _require_known_targets(tune, model, linear)
     _refuse_unreplaceable_linears(tune, model)
     targets = resolve_targets(model, tune)
@@ -280,24 +278,23 @@ def find_peft_stack_names(directory: Path) -> set[str]:
 
 def _require_loadable_dora(tune: TuneConfig, layers: list[str], directory: Path) -> None:
     """Refuse DoRA on layers that peft takes for expert stacks, for which it has no DoRA."""
-    if tune.method != "dora" or {_last_part(layer) for layer in layers}.isdisjoint(
-        EXPERT_LAYER_NAMES
-    ):
+    names = {_last_part(layer) for layer in layers}
+    if tune.method != "dora" or names.isdisjoint(EXPERT_LAYER_NAMES):
         return
     taken = find_peft_stack_names(directory)
     if lost := [layer for layer in layers if _last_part(layer) in taken]:
-        others = sorted({_last_part(layer) for layer in layers} - taken)
+        others = sorted(names - taken)
         rest = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
         raise ConfigError(
             f"tune.method=dora with tune.targets={tune.targets}: peft could not load the adapter "
             f"of {lost[0]}. In this kind of model it takes layers called "
-            f"{', '.join(sorted({_last_part(layer) for layer in lost}))} for routed experts, for "
-            f"which it has no DoRA; use tune.method=lora{rest}"
+            f"{', '.join(sorted(names & taken))} for routed experts, for which it has no DoRA; "
+            f"use tune.method=lora{rest}"
         )
 
 
-def _last_part(layer: str) -> str:
-    return layer.rpartition(".")[2]
+def _last_part(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _require_adaptable_head(language: LanguageModel, tune: TuneConfig) -> None:
@@ -337,7 +334,7 @@ def _require_known_targets(tune: TuneConfig, model: nn.Module, linear: list[str]
 
 
 def _find_stack_names(model: nn.Module) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path, _ in find_stacked_experts(model)})
+    return sorted({_last_part(path) for path, _ in find_stacked_experts(model)})
 
 
 def _require_matching_patterns(
@@ -347,17 +344,20 @@ def _require_matching_patterns(
     plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
-        if of_experts := [key for path in stacks for key in match_patterns(patterns, path)]:
+        matched = ((key, path) for path in stacks for key in match_patterns(patterns, path))
+        if (of_experts := next(matched, None)) is not None:
             raise ConfigError(
-                f"tune.{setting}: {of_experts[0]} matches {stacks[0]}; the rank of experts is set "
-                "by tune.expert_rank, and they have the scale of the other adapters"
+                f"tune.{setting}: {' matches '.join(of_experts)}; the rank of experts is set by "
+                "tune.expert_rank, and they have the scale of the other adapters"
             )
         found = {layer: match_patterns(patterns, layer) for layer in plain}
         used = {key for keys in found.values() for key in keys}
         if unused := [key for key in patterns if key not in used]:
+            advice = "only experts have one, and their rank is tune.expert_rank"
+            if plain:
+                advice = f"such layers have paths like {', '.join(plain[:2])}"
             raise ConfigError(
-                f"tune.{setting}: {unused[0]} matches no layer with an adapter; such layers have "
-                f"paths like {', '.join(plain[:2])}"
+                f"tune.{setting}: {unused[0]} matches no layer with an adapter; {advice}"
             )
         for layer, keys in found.items():
             if len(keys) > 1:
@@ -389,14 +389,16 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     with fast_imports():
         from peft import LoraConfig
 
-    ranks = _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
-    alphas = _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
+    # First: peft uses the first match, and a shared expert's down_proj may have a pattern.
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # for the same scale
-        for name in targets.parameters:
-            if name.rpartition(".")[0] in targets.stacks:
-                ranks[name], alphas[name] = targets.expert_rank, alpha
+        stacked = [n for n in targets.parameters if n.rpartition(".")[0] in targets.stacks]
+        ranks, alphas = dict.fromkeys(stacked, targets.expert_rank), dict.fromkeys(stacked, alpha)
+    ranks |= _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
+    alphas |= _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
     return LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
@@ -425,9 +427,11 @@ def _extend_patterns_to_weights(
 
 
 def restore_layer_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``_extend_patterns_to_weights`` in an adapter's patterns."""
+    """Undo ``_extend_patterns_to_weights`` in an adapter's patterns, and remove a final ``$``."""
     before, behind = _WEIGHT_PATTERN_AFFIXES
     return {
-        key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value
+        key.removeprefix(before).removesuffix(behind)
+        if key.endswith(behind)
+        else key.removesuffix("$"): value
         for key, value in patterns.items()
     }

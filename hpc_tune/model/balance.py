@@ -228,7 +228,7 @@ class RouterWatch:
         """
         self._routers, self._score, self._counts = routers, score, counts
         self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0
-        self._width = max((router.num_experts for router in routers), default=0)
+        self._width = _max_num_experts(routers)
         self._is_first_pass, self.scale = False, 0.0
         self.sums = torch.zeros(0)
 
@@ -278,11 +278,9 @@ class RouterWatch:
         counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
         balance = z = None
         if self._balance:
-            k, (whole_BE, tokens_B) = (
-                chosen_NK.shape[1],
-                _sum_counts_of_shared_rows(counts_BE, real_BT),
-            )
-            balance = balance_loss(logits_NE, whole_BE, k, real_BT, self._score, tokens_B)
+            whole_BE, tokens_B = _sum_counts_of_shared_rows(counts_BE, real_BT)
+            num_chosen = chosen_NK.shape[1]
+            balance = balance_loss(logits_NE, whole_BE, num_chosen, real_BT, self._score, tokens_B)
         if self._z:
             z = z_loss(logits_NE, real_BT)
         if self._is_first_pass and self._counts:
@@ -325,8 +323,11 @@ class _AttachRouterLoss(torch.autograd.Function):
 
 def num_router_sums(routers: Sequence[Router]) -> int:
     """Return how many values ``RouterWatch.sums`` has."""
-    width = max((router.num_experts for router in routers), default=0)
-    return _NUM_LOSSES + width * len(routers) if routers else 0
+    return _NUM_LOSSES + _max_num_experts(routers) * len(routers) if routers else 0
+
+
+def _max_num_experts(routers: Sequence[Router]) -> int:
+    return max((router.num_experts for router in routers), default=0)
 
 
 def summarize_expert_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:

@@ -91,17 +91,17 @@ class BuiltModel:
     """A model on the meta device and where its weights are.
 
     ``base_names`` maps the name of a parameter or persistent buffer in ``module`` to its name in
-    the model directory.
-    ``saved_names`` maps a trained parameter's name to its name in checkpoints and exports: peft's
-    for adapters, the model directory's for full fine-tuning. ``slices``: parameters of which this
-    rank has only a slice, apart from DTensors. ``tied`` is the stored name of the weight that is
-    both the embedding and the output head. ``start`` holds the initial values of adapters that
-    continue saved ones. ``dropout`` maps names of config.json's dropout and router noise settings
-    to their values, which are not applied. Rotary positions that depend on the length of a text are
-    scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to
-    their names in the whole model of the directory; ``others`` are parts of its files that are not
-    used. ``routers``: those that are watched; ``router_score``: the function with which they
-    weight experts. ``rope_scaling``: model.rope_scaling, already applied to ``config``.
+    the model directory. ``saved_names`` maps a trained parameter's name to its name in checkpoints
+    and exports: peft's for adapters, the model directory's for full fine-tuning. ``slices``:
+    parameters of which this rank has only a slice, apart from DTensors. ``tied`` is the stored name
+    of the weight that is both the embedding and the output head. ``start`` holds the initial values
+    of adapters that continue saved ones. ``dropout`` maps names of config.json's dropout and router
+    noise settings to their values, which are not applied. Rotary positions that depend on the
+    length of a text are scaled for ``seq_len`` tokens in every text. ``names`` maps the language
+    model's tensors to their names in the whole model of the directory; ``others`` are parts of its
+    files that are not used. ``routers``: those that are watched; ``router_score``: the function
+    with which they weight experts. ``rope_scaling``: model.rope_scaling, already applied to
+    ``config``.
     """
 
     module: LossModel
@@ -203,12 +203,12 @@ def build(
     """
     _refuse_bf16_params_in_fp32(tune, dtype)
     full = tune.method == "full"
-    of_base = DTYPES[tune.param_dtype] if full else dtype
-    language, dropout = _make_language_model(directory, of_base, weights, rope_scaling)
+    base_dtype = DTYPES[tune.param_dtype] if full else dtype
+    language, dropout = _make_language_model(directory, base_dtype, weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
     within_documents = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
-    keep_fp32(model, of_base, full)
+    keep_fp32(model, base_dtype, full)
     index = file_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
@@ -313,8 +313,7 @@ def _require_known_conversion(
         raise DataError(
             f"{directory}: transformers makes {found} from tensors in these files by "
             f"{unfollowed[names.whole_model_name(found)]}, which is not supported here, so this "
-            "model "
-            "cannot be read"
+            "model cannot be read"
         )
 
 

@@ -19,9 +19,8 @@ from hpc_tune.files import raise_if_out_of_files
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 _COUNT_KEY = re.compile(r"(layers?|experts|blocks|^depth)$")
-MAX_LAYERS_OR_EXPERTS = (
-    10_000  # layers of a model, or experts of a layer; ten times what any model has
-)
+# Layers of a model, or experts of a layer: ten times what any model has.
+MAX_LAYERS_OR_EXPERTS = 10_000
 
 
 def read_config_json(directory: Path) -> Any:
@@ -82,11 +81,8 @@ def refuse_huge_layer_counts(directory: Path) -> None:
     settings = try_read_config_json(directory)  # transformers reports an unreadable file
     counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
-        if (
-            _COUNT_KEY.search(name)
-            and isinstance(value, int | float)
-            and value > MAX_LAYERS_OR_EXPERTS
-        ):
+        is_count = _COUNT_KEY.search(name) and isinstance(value, int | float)
+        if is_count and value > MAX_LAYERS_OR_EXPERTS:
             raise DataError(
                 f"{directory}/config.json cannot be used: {name}={value:,}, and no model has more "
                 f"than {MAX_LAYERS_OR_EXPERTS:,}; is the file damaged?"
@@ -127,8 +123,9 @@ def resolve_model_directory(path: str) -> Path:
     if not path.startswith(SHAPE_PREFIX):
         return Path(path)
     name = path.removeprefix(SHAPE_PREFIX)
-    if name not in model_shape_names():
-        near = difflib.get_close_matches(name, model_shape_names(), n=3) or model_shape_names()
+    names = model_shape_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3) or names
         raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(near)}")
     return _shapes() / name
 
@@ -137,10 +134,9 @@ def find_nearest_model_shape(path: str) -> str:
     """Return the shape whose name is closest to that of a model, such as shape:llama3-8b."""
     name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
     size = re.search(r"\d+b", name)
-    names = [shape for shape in model_shape_names() if size and shape.endswith(f"-{size[0]}")]
-    return (
-        SHAPE_PREFIX + difflib.get_close_matches(name, names or model_shape_names(), 1, cutoff=0)[0]
-    )
+    names = model_shape_names()
+    of_size = [shape for shape in names if size and shape.endswith(f"-{size[0]}")]
+    return SHAPE_PREFIX + difflib.get_close_matches(name, of_size or names, 1, cutoff=0)[0]
 
 
 def refuse_weightless_shape(path: str) -> None:

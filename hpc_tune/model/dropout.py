@@ -105,15 +105,12 @@ class EmbeddingNoise:
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
         if share:
-            document_lengths_BT = batch.whole_row_starts.document_lengths_BT()
-            noise_BTD, document_lengths_BT = (
-                share.part.cut_to_rank(noise_BTD),
-                share.part.cut_to_rank(document_lengths_BT),
-            )
+            noise_BTD = share.part.cut_to_rank(noise_BTD)
+            lengths_BT = share.part.cut_to_rank(batch.whole_row_starts.document_lengths_BT())
         else:
-            document_lengths_BT = document_lengths(batch.positions_BT)
-        values_BT = embeddings_BTD.shape[-1] * document_lengths_BT
-        noise_BTD = noise_BTD * (self._alpha / values_BT.float().sqrt()).unsqueeze(-1)
+            lengths_BT = document_lengths(batch.positions_BT)
+        scale_BT = self._alpha / (width * lengths_BT).float().sqrt()
+        noise_BTD = noise_BTD * scale_BT.unsqueeze(-1)
         return embeddings_BTD + noise_BTD.to(embeddings_BTD.dtype)
 
 

@@ -48,17 +48,16 @@ def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AdaptedTensor:
-    """A tensor peft adapts as a parameter: a stack of experts, or a matrix (``num_experts`` 1).
+    """A stack of experts, which peft adapts as a parameter; ``tensor`` is its path.
 
-    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs.
-    ``gate_up_layout``: how gate and up are arranged in a stack that joins them, if transformers
-    tells.
+    ``is_transposed``: it is E x inputs x outputs, not E x outputs x inputs. ``gate_up_layout``: how
+    gate and up are arranged in a stack that joins them, if transformers tells.
     """
 
     tensor: str
-    num_experts: int = 1
-    is_transposed: bool = False
-    gate_up_layout: Literal["halves", "interleaved", "unknown"] = "halves"
+    num_experts: int
+    is_transposed: bool
+    gate_up_layout: Literal["halves", "interleaved", "unknown"]
 
 
 def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
@@ -67,16 +66,15 @@ def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
     peft wraps a module once for each tensor; the wrapper of the first tensor is the innermost.
     """
     found = {}
+    layouts = {True: "halves", False: "interleaved", None: "unknown"}
     for path, module in find_stacked_experts(model):
         names = list_stacked_tensors(model, path)
-        of_form = {True: "halves", False: "interleaved", None: "unknown"}
-        gate_up_layout: Any = of_form[getattr(module, "is_concatenated", None)]
+        layout: Any = layouts[getattr(module, "is_concatenated", None)]
+        is_transposed = getattr(module, "is_transposed", False)
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             num_experts = model.get_parameter(name).shape[0]
-            found[layer] = AdaptedTensor(
-                name, num_experts, getattr(module, "is_transposed", False), gate_up_layout
-            )
+            found[layer] = AdaptedTensor(name, num_experts, is_transposed, layout)
     return found
 
 

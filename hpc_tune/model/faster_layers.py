@@ -36,8 +36,7 @@ def find_replaceable_layers(
     forward: Forward,
     agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> list[nn.Module]:
-    """Return the layers of ``blocks`` that pass ``is_candidate`` and compute the same as
-    ``forward``.
+    """Return the layers of ``blocks`` that pass ``is_candidate`` and compute as ``forward`` does.
 
     ``make`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
     results of its class's forward and of ``forward`` must ``agree``. Layers of one class with the
@@ -92,12 +91,12 @@ def _computes_same(
 _MIN_EQUAL_SHARE = 0.95
 
 
-def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
+def use_rms_norm(blocks: Iterable[nn.Module], uses_torch: bool = False) -> int:
     """Replace the forward of each RMS norm of Llama's form in ``blocks``; return their number.
 
-    ``torchs``: use ``F.rms_norm`` instead of our own.
+    ``uses_torch``: use ``F.rms_norm`` instead of our own.
     """
-    forward = _torch_rms_norm_forward if torchs else _rms_norm_forward
+    forward = _torch_rms_norm_forward if uses_torch else _rms_norm_forward
     norms = find_replaceable_layers(
         blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _outputs_agree
     )
@@ -161,8 +160,8 @@ class _RmsNormFunction(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         x_fp32, grad_weight = x.float(), None
         if ctx.needs_input_grad[1]:
-            normalised = (x_fp32 * inverse).to(x.dtype)
-            grad_weight = (grad * normalised).flatten(0, -2).sum(0)
+            normalized = (x_fp32 * inverse).to(x.dtype)
+            grad_weight = (grad * normalized).flatten(0, -2).sum(0)
         # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalized values
         by_norm = (grad * weight).float()
         shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)

@@ -34,7 +34,7 @@ FLOAT8_DTYPE = torch.float8_e4m3fn
 _MAX_CODE = torch.finfo(FLOAT8_DTYPE).max
 _MANTISSA_MASK = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
-_MATMUL_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_SIDE_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
 _MIN_ROW_MAX = 2.0**-100  # lower bound for the largest value of a row
 MAX_TRIAL_ERROR = 0.01  # error relative to the norm: results are rounded to bf16
 
@@ -180,8 +180,11 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
     if not layers or why_no_float8_matmuls(device, layers[0].compute_dtype):
         return
     for layer in layers:
-        sides = layer.in_features, layer.out_features
-        layer.multiplies_float8 = all(side % _MATMUL_MULTIPLE == 0 for side in sides)
+        layer.multiplies_float8 = _has_aligned_sides(layer)
+
+
+def _has_aligned_sides(layer: nn.Linear) -> bool:
+    return all(side % _SIDE_MULTIPLE == 0 for side in (layer.in_features, layer.out_features))
 
 
 @functools.cache
@@ -285,7 +288,7 @@ def _scaled_matmul(
 
 
 def _row_bytes(width: int) -> int:
-    return -(-width // _MATMUL_MULTIPLE) * _MATMUL_MULTIPLE + _SCALE_BYTES
+    return -(-width // _SIDE_MULTIPLE) * _SIDE_MULTIPLE + _SCALE_BYTES
 
 
 def _split_packed(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,9 +336,6 @@ def _fill_rows(
 # Weights and activations are scaled and cast for each matmul. Only the base's linear layers inside
 # the decoder blocks are converted: adapters are too small to gain from it, and the output head is
 # too sensitive to rounding. Weights do not change in memory or in checkpoints.
-
-
-SIDE_MULTIPLE = 16  # the hardware's float8 matmul needs both sides of a weight to be multiples
 
 
 def check_float8(device: torch.device) -> None:
@@ -392,6 +392,4 @@ def convert_to_torchao_float8(
 
 
 def _is_convertible_linear(module: nn.Module, name: str) -> bool:
-    if type(module) is not nn.Linear or adapted_layer(name):
-        return False
-    return module.in_features % SIDE_MULTIPLE == 0 and module.out_features % SIDE_MULTIPLE == 0
+    return type(module) is nn.Linear and not adapted_layer(name) and _has_aligned_sides(module)

@@ -223,9 +223,8 @@ class _ExpertMatmul:
         grad_SR = rows.multiply_by_expert(grad_SO, b_ERO.transpose(1, 2))
         del grad_SO
         grad_a = rows.weight_gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)
-        return grad_SI.add_(
-            rows.multiply_by_expert(grad_SR, a_ERI)
-        ), self.adapter.to_peft_gradients(grad_a, grad_b)
+        grad_SI.add_(rows.multiply_by_expert(grad_SR, a_ERI))
+        return grad_SI, self.adapter.to_peft_gradients(grad_a, grad_b)
 
     def weight_gradient(
         self, x_SI: torch.Tensor, grad_SO: torch.Tensor, rows: SortedRows, is_transposed: bool

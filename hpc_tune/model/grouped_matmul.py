@@ -322,9 +322,8 @@ class SortedRows:
         """Return the sum of each expert's rows times their weights, in the shape of a bias."""
         wide = ROW_ALIGNMENT_BYTES // y_SO.dtype.itemsize
         weight_SR = weight_S.view(-1, 1).repeat(1, wide)
-        return self.weight_gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[
-            :, 0
-        ]
+        like_ERO = bias_EO.unsqueeze(1).expand(-1, wide, -1)
+        return self.weight_gradient(weight_SR, y_SO, like_ERO)[:, 0]
 
 
 def padded_num_rows(num_rows: int) -> int:

@@ -29,7 +29,7 @@ from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
 from hpc_tune.world.device import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
-_CHECKED_WINDOW_TOKENS = 70  # tokens: its edge falls inside the kernel's blocks, at varying places
+_CHECKED_WINDOW_TOKENS = 70  # the window's edge falls inside the kernel's blocks, at varying places
 _ATTENTION_DESCRIPTIONS = {
     "varlen": "varlen (torch.nn.attention.varlen)",
     "tiles": "document by document (hpc_tune's tiles)",

@@ -102,8 +102,7 @@ def why_texts_too_long(
     max_text_tokens: int,
     what: str,
 ) -> str:
-    """Return why texts of ``max_text_tokens`` tokens are too long for a model's positions; "" if
-    not.
+    """Return why texts of ``max_text_tokens`` tokens exceed a model's positions; "" if they do not.
 
     ``config`` is the language model's, with ``rope_scaling``; ``what`` describes the length.
     """
@@ -121,26 +120,22 @@ def why_texts_too_long(
 def advise_rope_scaling(
     directory: Path, current_scaling: Mapping[str, Any] | None, max_text_tokens: int
 ) -> str | None:
-    """Return the setting that lets a model take texts of ``max_text_tokens`` tokens; None if none
-    does.
+    """Return the setting that lets a model take texts of ``max_text_tokens`` tokens, or None.
 
     ``current_scaling``: the current model.rope_scaling; its factor is raised if it is a ratio of
     lengths.
     """
     trained = position_limit(read_language_config(directory), None)
+    current = current_scaling or {}
     # llama3's factor is not a ratio of lengths.
-    is_raised = (
-        current_scaling is not None
-        and "factor" in current_scaling
-        and current_scaling["rope_type"] != "llama3"
-    )
-    if current_scaling is not None and is_raised:
-        trained = current_scaling.get(ORIGINAL, trained)
+    is_raised = "factor" in current and current["rope_type"] != "llama3"
+    if is_raised:
+        trained = current.get(ORIGINAL, trained)
     if not trained:
         return None
     advised = suggest_rope_scaling(max_text_tokens, trained)
-    if current_scaling is not None and is_raised:
-        advised = {**current_scaling, "factor": advised["factor"]}
+    if is_raised:
+        advised = {**current, "factor": advised["factor"]}
     try:
         read_config(directory, advised)
     except ConfigError:

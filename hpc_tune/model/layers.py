@@ -157,7 +157,7 @@ def use_faster_layers(
     if kernels.swiglu == "own":
         use_swiglu(blocks)
     if kernels.norm != "transformers":
-        use_rms_norm(blocks, torchs=kernels.norm == "F.rms_norm")
+        use_rms_norm(blocks, uses_torch=kernels.norm == "F.rms_norm")
     module.within_documents = kernels.attention != "mask"
     module.has_kernel = kernels.attention == "varlen"
     module.kernel_has_windows = kernels.window == "varlen"

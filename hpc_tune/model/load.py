@@ -96,7 +96,7 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     index = use_whole_model_names(index_files([file]), built.names)
     _refuse_unstacked_experts(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
-    shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
+    shapes = {name: tuple(parameters[own].shape) for own, name in built.saved_names.items()}
     needed, stored = set(shapes), set(index.shapes)
     problems += [f"it has no {name}" for name in sorted(needed - stored)[:1]]
     problems += [
@@ -174,7 +174,8 @@ def _compare_expert_ranks(
             "lora_alpha of experts is {} there, and {} here: tune.alpha x expert_rank / rank",
         ),
     ):
-        experts = [path for path in wanted[key] if path not in getattr(tune, key)]
+        others = restore_layer_patterns(getattr(tune, key))
+        experts = [path for path in wanted[key] if path not in others]
         pairs = [(fields[key].pop(path, fields[every]), wanted[key].pop(path)) for path in experts]
         problems += [said.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
     return problems
@@ -194,8 +195,7 @@ def _compare_trainable_tokens(there: Any, here: list[int]) -> list[str]:
     (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
     if there == here:
         return []
-    said = f"trainable_token_indices is {there} there, and tune.trainable_tokens means {here}"
-    return [said]
+    return [f"trainable_token_indices is {there} there, and tune.trainable_tokens means {here}"]
 
 
 # -- Allocating a model and filling in its values.

@@ -43,20 +43,20 @@ class LoraGroup:
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._shared = self._unshared = 0  # calls since ``decide_sharing``
-        self._is_apart = False
+        self._num_shared = self._num_unshared = 0  # calls since ``decide_sharing``
+        self._shares_input = True
 
     def linear_output(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of layer ``number``; the first call with an input computes them all."""
-        if self._is_apart:
+        if not self._shares_input:
             return _compute_outputs(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
             return _compute_outputs(self.layers, x, self)[0]
-        is_there = self._input is x and number in self._waiting
+        is_computed = self._input is x and number in self._waiting
         if not torch.compiler.is_compiling():
-            self._shared += is_there
-            self._unshared += bool(self._waiting) and not is_there
-        if not is_there:
+            self._num_shared += is_computed
+            self._num_unshared += bool(self._waiting) and not is_computed
+        if not is_computed:
             self._input, self._waiting = x, dict(enumerate(_compute_outputs(self.layers, x, self)))
         out_NO = self._waiting.pop(number)
         if not self._waiting:
@@ -68,8 +68,8 @@ class LoraGroup:
 
         To be called between steps: recomputation must do the same as the first pass.
         """
-        self._is_apart |= self._unshared > self._shared
-        self._shared = self._unshared = 0
+        self._shares_input &= self._num_unshared <= self._num_shared
+        self._num_shared = self._num_unshared = 0
         self.forget()
 
     def forget(self) -> None:
@@ -277,8 +277,7 @@ def _input_gradient(
     grads_NO: Sequence[torch.Tensor],
     adapter_factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient of the input, NI, from the base's matmuls and that of
-    ``adapter_factors``.
+    """Return the gradient of the input, NI: of the base's matmuls and that of ``adapter_factors``.
 
     The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
     that they add to costs nothing.
@@ -351,22 +350,16 @@ class _LoraLinearsFunction(torch.autograd.Function):
             outs.append(add(adapter_NO, x_NI, _unpack_weight(packed[i], weights[i]).t()))
         dropped = () if x_after_dropout is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
-        ctx.packed, ctx.scales, ctx.shape, ctx.drops = (
-            packed,
-            scales,
-            x.shape,
-            x_after_dropout is not None,
-        )
+        ctx.packed, ctx.scales, ctx.shape = packed, scales, x.shape
+        ctx.drops = x_after_dropout is not None
         return tuple(outs) if len(outs) > 1 else outs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads_NO: torch.Tensor) -> Any:  # type: ignore[override]
         x_NI, low_NS, *rest = ctx.saved_tensors
         num, dtype = len(ctx.ranks), grads_NO[0].dtype
-        weights, a_s, b_s, more = (
-            *(rest[i * num : (i + 1) * num] for i in range(3)),
-            rest[3 * num :],
-        )
+        weights, a_s, b_s = (rest[i * num : (i + 1) * num] for i in range(3))
+        more = rest[3 * num :]
         left_NI = more.pop() if ctx.drops else x_NI
         a_SI, bs_OR = (
             (more[0], more[1:]) if ctx.is_kept else _cast_adapters(dtype, a_s, b_s, ctx.scales)

@@ -260,13 +260,13 @@ class FourBitStack(nn.Module):
             ):
                 scales.append(absmax)
                 row[at : at + len(packed)].copy_(packed.flatten())
-            codes, more, mean, code = _quantize_scales(torch.cat(scales))
+            *parts, _ = _quantize_scales(torch.cat(scales))
             at = self.part_bytes[0]
-            for values in (codes, more, mean):
+            for values in parts:
                 row[at : at + len(values)].copy_(values)
                 at += len(values)
         # The table is the same for any scales.
-        _, _, _, code = _quantize_scales(torch.ones(1, device=local.device))
+        *_, code = _quantize_scales(torch.ones(1, device=local.device))
         self.get_buffer("scales_code").copy_(code)
 
 

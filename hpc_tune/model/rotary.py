@@ -21,10 +21,8 @@ from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.config_json import value_shared_by_layers
 
 _FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its own parameters
-_KINDS_WITH_UNSCALED_LENGTH = (
-    "linear",
-    "dynamic",
-)  # their max_position_embeddings is the unscaled length
+# Their max_position_embeddings is the unscaled length.
+_KINDS_WITH_UNSCALED_LENGTH = ("linear", "dynamic")
 _MAX_POSITIONS_KEY = "max_position_embeddings"
 _ATTENTION_SCALE = "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL
 _UNSCALED = "default"  # to transformers: frequencies that never change

@@ -244,8 +244,8 @@ def attend_parts(
 
     The kernel aligns the last query of a part with its last key.
     """
-    taken = query_BHSD.transpose(1, 2).flatten(0, 1), *map(own.take_keys, (key_BKTD, value_BKTD))
-    query_SHD, (key_NKD, value_NKD) = taken[0], map(_flatten_rows, taken[1:])
+    query_SHD = query_BHSD.transpose(1, 2).flatten(0, 1)
+    key_NKD, value_NKD = (_flatten_rows(own.take_keys(x)) for x in (key_BKTD, value_BKTD))
     documents = own.starts_N, own.key_starts_N, *own.longest
     before = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
@@ -279,9 +279,11 @@ def varlen_kernel_fault(
         wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
         if not wrong:
             return ""
-        why = "torch's variable-length kernel is wrong here: it differs from masked attention in "
-        why += f"{', '.join(wrong)} of the norm, where rounding to {_dtype_name(dtype)} explains "
-        why += f"{most:.1e}"
+        name = str(dtype).removeprefix("torch.")
+        why = (
+            "torch's variable-length kernel is wrong here: it differs from masked attention in "
+            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
+        )
     if window is not None:
         why = f"sliding windows: {why}"
     if queries_are_partial:
@@ -359,10 +361,6 @@ def _flatten_rows(tensor_BHTD: torch.Tensor) -> torch.Tensor:
     """Return the tokens of all rows, as SHD; a view if the memory layout allows it."""
     tensor_SHD = tensor_BHTD.transpose(1, 2).flatten(0, 1)
     return tensor_SHD if tensor_SHD.stride(-1) == 1 else tensor_SHD.contiguous()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- FlashAttention 3 and 4 in place of torch's own kernel, if they are installed.

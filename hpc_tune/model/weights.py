@@ -401,7 +401,7 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
     unused = {name + end for name in scaled for end in _SCALE_SUFFIXES}
     if scaled:
         unused |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
-    return {name: one for name, one in ({**sources, **scaled}).items() if name not in unused}
+    return {name: one for name, one in {**sources, **scaled}.items() if name not in unused}
 
 
 def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
@@ -561,7 +561,5 @@ def _hash_middle(index: TensorIndex, name: str) -> str:
     values = torch.empty(box, dtype=torch.float32)
     offset = tuple((size - taken) // 2 for size, taken in zip(shape, box, strict=True))
     index.fill(values, name, offset)
-
-    return hashlib.sha256(
-        values.bfloat16().reshape(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    flat = values.bfloat16().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -107,6 +107,40 @@ def test_ranks_and_alphas_of_layers_that_are_named_by_their_weight_are_kept(
     assert again.start is not None
 
 
+@pytest.mark.parametrize("named", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_a_shared_experts_layer_is_none_of_routed_experts_of_that_name(
+    mixtures, tmp_path, named
+):
+    tune = EXPERTS.model_copy(update={named: {"down_proj": 5}})
+    module = trained(mixtures["qwen2_moe"], tune, tmp_path / "step")
+    layers = {
+        path.partition("mlp.")[2]: layer
+        for path, layer in module.named_modules()
+        if "layers.0.mlp." in path and hasattr(layer, "lora_A")
+    }
+    own = layers["shared_expert.down_proj"].lora_A["default"].weight
+    assert len(own) == (5 if named == "rank_pattern" else 4)
+    for path in ("experts", "experts.base_layer"):
+        weight = layers[path].lora_A["default"].weight
+        assert len(weight) == 4 // 2 * layers[path].get_base_layer().num_experts
+        assert layers[path].scaling["default"] == 6.0 / 4
+    merged = export_merged(tmp_path / "step", tune, mixtures["qwen2_moe"], tmp_path / "merged")
+    assert torch.allclose(logits(stock(merged)), logits(module), atol=1e-5)
+    out = export_adapter(tmp_path / "step", tune, mixtures["qwen2_moe"], tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(stock(mixtures["qwen2_moe"]), out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
+
+
+def test_a_pattern_that_marks_its_end_is_known_again(mixtures, tmp_path):
+    tune = EXPERTS.model_copy(
+        update={"rank_pattern": {"q_proj$": 2, "shared_expert.gate_proj$": 3}}
+    )
+    trained(mixtures["qwen2_moe"], tune, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", tune, mixtures["qwen2_moe"], tmp_path / "adapter")
+    built = build(mixtures["qwen2_moe"], torch.float32, tune, 0)
+    assert use_init_adapter(built, out).start is not None
+
+
 def test_dora_on_layers_that_peft_takes_for_experts_is_refused_and_the_advice_is_good(
     mixtures, tmp_path
 ):

@@ -9,7 +9,9 @@ import re
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.config.tune import TuneConfig
@@ -115,6 +117,51 @@ def test_the_root_of_the_rank_is_in_alpha(tmp_path):
     assert torch.allclose(merged(base, deltas), logits(module), atol=1e-5)
     (rank,), (alpha,) = config["rank_pattern"].values(), config["alpha_pattern"].values()
     assert alpha / rank == pytest.approx(config["lora_alpha"] / config["r"])
+
+
+def layers_of_peft(folder):
+    """Let stock peft adapt linear layers of the adapter's own names; return them by these."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    root = nn.Module()
+    for name in (n for n in tensors if n.endswith(".lora_A.weight")):
+        layer = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        outputs = len(tensors[name.replace("lora_A", "lora_B")])
+        *parents, last = layer.split(".")
+        owner = root
+        for part in parents:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.add_module(last, nn.Linear(tensors[name].shape[1], outputs))
+    inject_adapter_in_model(LoraConfig.from_pretrained(folder), root)
+    return {path: m for path, m in root.named_modules() if hasattr(m, "lora_A")}, tensors
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {},
+        {"rank_pattern": {"q_proj": 3}},
+        {"alpha_pattern": {"q_proj": 2.0}},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.0.self_attn.*": 2.0}},
+        {"rank_pattern": {"mlp.gate": 3}, "alpha_pattern": {"k_proj": 2.0}},  # other names in files
+        {"expert_rank": 4},
+    ],
+)
+def test_stock_peft_takes_its_ranks_and_scales_from_its_settings(tmp_path, patterns, rslora):
+    base = write_mixture("mixtral", tmp_path / "base")
+    tune = TUNE.model_copy(update={"rslora": rslora, **patterns})
+    module, config, _ = exported(base, tune, tmp_path)
+    assert "use_rslora" not in config
+    layers, tensors = layers_of_peft(tmp_path / "adapter-per-expert")
+    deltas = {}
+    for path, layer in layers.items():
+        a, b = (tensors[f"{PREFIX}{path}.lora_{part}.weight"] for part in "AB")
+        assert layer.r["default"] == len(a)
+        deltas[path] = layer.scaling["default"] * (b @ a)
+    assert 2 * len(deltas) == len(tensors)
+    assert torch.allclose(merged(base, deltas), logits(module), atol=1e-5)
 
 
 def test_an_adapter_on_no_expert_has_no_second_folder(tmp_path):

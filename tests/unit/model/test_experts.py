@@ -49,6 +49,22 @@ def test_experts_and_routers_of_a_mixture_are_found(kind, fields, routers):
     assert all(p.dim() <= 2 for p, kind in kinds.items() if kind == "routers")
 
 
+@pytest.mark.parametrize(
+    ("targets", "pattern", "said"),
+    [
+        ("all-linear,experts", "layers.1.mlp.experts", "experts matches model.layers.1.mlp.exp"),
+        ("experts", "q_proj", "no layer with an adapter; only experts have one, and their rank is"),
+    ],
+)
+def test_a_pattern_of_experts_alone_is_refused_with_what_it_matches(
+    tmp_path, targets, pattern, said
+):
+    model = write_mixture("mixtral", tmp_path / "mixtral")
+    tune = TuneConfig(targets=targets.split(","), rank_pattern={pattern: 2})
+    with pytest.raises(ConfigError, match=said):
+        build(model, torch.float32, tune, 0)
+
+
 def test_names_that_files_give_single_experts_are_refused_with_the_name_of_all(tmp_path):
     model = write_mixture("mixtral", tmp_path / "mixtral")
     with pytest.raises(ConfigError) as error:

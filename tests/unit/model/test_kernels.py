@@ -196,5 +196,5 @@ def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     if kernels.swiglu == "own":
         wanted.append(("use_swiglu", {}))
     if kernels.norm != "transformers":
-        wanted.append(("use_rms_norm", {"torchs": kernels.norm == "F.rms_norm"}))
+        wanted.append(("use_rms_norm", {"uses_torch": kernels.norm == "F.rms_norm"}))
     assert done == wanted

@@ -34,12 +34,12 @@ def out_and_grads(norm, dtype):
     return [out.detach(), x.grad, norm.weight.grad]
 
 
-@pytest.mark.parametrize("torchs", [False, True])
+@pytest.mark.parametrize("uses_torch", [False, True])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
-def test_in_fp32_values_and_gradients_are_transformers(kind, torchs):
+def test_in_fp32_values_and_gradients_are_transformers(kind, uses_torch):
     stock = norm_of(kind)
     replaced = copy.deepcopy(stock)
-    assert use_rms_norm([replaced], torchs) == 1
+    assert use_rms_norm([replaced], uses_torch) == 1
     pairs = zip(
         out_and_grads(replaced, torch.float32), out_and_grads(stock, torch.float32), strict=True
     )
@@ -47,8 +47,8 @@ def test_in_fp32_values_and_gradients_are_transformers(kind, torchs):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("torchs", [False, True])
-def test_in_bf16_they_are_as_exact_as_transformers(torchs):
+@pytest.mark.parametrize("uses_torch", [False, True])
+def test_in_bf16_they_are_as_exact_as_transformers(uses_torch):
     exact = norm_of(dtype=torch.bfloat16).float()
     generator = torch.Generator().manual_seed(1)
     x = (5 * torch.randn(SHAPE, generator=generator)).bfloat16()
@@ -64,7 +64,7 @@ def test_in_bf16_they_are_as_exact_as_transformers(torchs):
     wanted = grads(exact, torch.float32)
     stock = norm_of(dtype=torch.bfloat16)
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced], torchs)
+    use_rms_norm([replaced], uses_torch)
     found = zip(grads(replaced, torch.bfloat16), grads(stock, torch.bfloat16), wanted, strict=True)
     for ours, theirs, true in found:
         assert (ours - true).norm() <= 1.02 * (theirs - true).norm()
@@ -91,27 +91,27 @@ def test_only_the_input_is_kept_and_in_its_own_dtype():
     )
 
 
-@pytest.mark.parametrize("torchs", [False, True])
-def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair(torchs):
+@pytest.mark.parametrize("uses_torch", [False, True])
+def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair(uses_torch):
     stock = norm_of()
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced], torchs)
+    use_rms_norm([replaced], uses_torch)
     x = torch.randn(SHAPE, dtype=torch.bfloat16)
     assert replaced(x).dtype == torch.float32
     assert torch.equal(replaced(x), stock(x))
 
 
-@pytest.mark.parametrize("torchs", [False, True])
+@pytest.mark.parametrize("uses_torch", [False, True])
 @pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm])
-def test_norms_of_another_form_are_left_alone(kind, torchs):
+def test_norms_of_another_form_are_left_alone(kind, uses_torch):
     """Gemma's weights are stored less 1."""
-    assert use_rms_norm([norm_of(kind)], torchs) == 0
+    assert use_rms_norm([norm_of(kind)], uses_torch) == 0
 
 
 def test_torchs_norm_is_one_operator():
     """On a GPU that operator is one kernel forward and one backward."""
     norm, seen = norm_of(dtype=torch.bfloat16).requires_grad_(False), []
-    use_rms_norm([norm], torchs=True)
+    use_rms_norm([norm], uses_torch=True)
 
     class Seen(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
