@@ -402,18 +402,18 @@ class Supervisor:
 
     def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", old_stamp: object) -> int:
         """Wait for the launcher, but for a limited time once outcome.json is written."""
-        ended_s = None
+        ended_s, linger_s = None, 0.0
         while (code := child.poll()) is None:
             time.sleep(_POLL_S)
             now_s = time.time()
             # None: a starting run has removed the last outcome.json.
             if ended_s is None and _outcome_stamp(self._run_dir) not in (None, old_stamp):
-                ended_s = now_s
+                ended_s, linger_s = now_s, self._launcher_linger_s()
             left_s = None if self._end_s is None else self._end_s - now_s
             if left_s is not None and left_s < self._leave_before_s and self._stop_signal is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
-            lingers = ended_s is not None and now_s - ended_s > self._launcher_linger_s()
+            lingers = ended_s is not None and now_s - ended_s > linger_s
             is_over = left_s is not None and left_s < _KILL_BEFORE_END_S
             if lingers or is_over:
                 why = "the job's time limit is reached" if is_over else "its ranks have exited"

@@ -51,7 +51,7 @@ from hpc_tune.step.plan import StepPlan  # noqa: E402
 
 KINDS = (
     *("base products", "adapters", "attention", "norms", "rotary", "gated product", "sums"),
-    *("experts' rows", "loss", "casts", "dequantisation", "embedding", "update"),
+    *("experts' rows", "loss", "casts", "dequantization", "embedding", "update"),
     *("copies of gathered weights", "other"),
 )
 USUAL = ("model.dtype=bf16", "tune.method=lora", "data.seq_len=4096", "parallel.recompute=none")

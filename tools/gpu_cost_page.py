@@ -47,7 +47,7 @@ CASES = {
 }
 _GROUPS = {
     "products": ("base products",),
-    "adapters": ("adapters", "casts", "dequantisation"),
+    "adapters": ("adapters", "casts", "dequantization"),
     "attention": ("attention",),
     "element-wise": ("norms", "rotary", "gated product", "sums", "experts' rows"),
     "loss": ("loss",),

@@ -33,7 +33,7 @@ _FILES = {
     "grouped_experts.py": "experts' rows",
     "grouped_matmul.py": "experts' rows",
     "expert_parallel.py": "experts' rows",
-    "quantized_base.py": "dequantisation",
+    "quantized_base.py": "dequantization",
     "float8.py": "casts",
     "gradients.py": "update",
     "adamw.py": "update",
@@ -60,7 +60,7 @@ _FUNCTIONS = (
     ("hp_tensor_to_float8", "casts"),
     ("DoraLinearLayer.", "adapters"),
     ("lora.layer", "adapters"),
-    ("MatMul4Bit", "dequantisation"),
+    ("MatMul4Bit", "dequantization"),
     ("Embedding.", "embedding"),
 )
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear")
@@ -237,8 +237,8 @@ class Recorder(TorchDispatchMode):
         if name in _PRODUCTS or "gemm_4bit" in name:
             return _product_kind(name, args, kind), in_block
         if "dequantize" in name:
-            return "dequantisation", in_block
-        if name == "_to_copy" and kind in ("adapters", "", "dequantisation"):
+            return "dequantization", in_block
+        if name == "_to_copy" and kind in ("adapters", "", "dequantization"):
             return "casts", in_block
         return kind or "other", in_block
 

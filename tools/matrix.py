@@ -47,7 +47,7 @@ PYTHON = [sys.executable]  # the command that runs a rank
 JITTER = 1e-7
 TOLERANCE = 1e-4  # after steps of AdamW, which amplifies small gradients
 LAUNCH_S = 3600.0
-QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+QUANTIZED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
@@ -60,12 +60,12 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     auto = auto_model_class(read_config(directory))
     model: Any = auto.from_pretrained(directory, dtype=torch.float32)
     if method == "qlora":
-        quantised = BitsAndBytesConfig(
-            **QUANTISED,
+        quantized = BitsAndBytesConfig(
+            **QUANTIZED,
             bnb_4bit_compute_dtype=torch.float32,
             llm_int8_skip_modules=_linears_outside_blocks(model),
         )
-        options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
+        options = {"quantization_config": quantized, "device_map": {"": "cpu"}}
         _round(model, auto.from_pretrained(directory, dtype=torch.float32, **options))
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -103,14 +103,14 @@ def _stock_once(directory: Path, method: str) -> list[float]:
 
 
 @torch.no_grad()
-def _round(model: Any, quantised: Any) -> None:
+def _round(model: Any, quantized: Any) -> None:
     """Round a model's linear layers and experts to the values of bitsandbytes' 4-bit format.
 
     bitsandbytes quantizes only linear layers, and on CPUs computes some in bf16 regardless.
     """
     from bitsandbytes.nn import Linear4bit
 
-    for name, layer in quantised.named_modules():
+    for name, layer in quantized.named_modules():
         if isinstance(layer, Linear4bit):
             _round_matrix(model.get_parameter(f"{name}.weight"))
     for experts in filter(is_groupable_experts, model.modules()):

@@ -181,8 +181,8 @@ def growth_bytes_per_step(peaks: Iterable[int]) -> float:
     if len(last) < GROWTH_WINDOW_STEPS:
         return 0.0
     slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
-    neighbours = median(slope for apart, slope in slopes if apart == 1)
-    return max(0.0, min(neighbours, median(slope for _, slope in slopes)))
+    neighbors = median(slope for apart, slope in slopes if apart == 1)
+    return max(0.0, min(neighbors, median(slope for _, slope in slopes)))
 
 
 def host_level(

@@ -490,15 +490,15 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     is_read = any(isinstance(one, Mxfp4Stack) or one.dtype in FLOAT8 for one in sources.values())
     if packed:
         raise DataError(
-            f"{directory}: its weights are quantised ({method}, such as in {packed[0]}); hpc_tune "
+            f"{directory}: its weights are quantized ({method}, such as in {packed[0]}); hpc_tune "
             "trains on bf16, fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was "
             "made from, with tune.method=qlora if memory is short"
         )
     if settings and not is_read:
         raise DataError(
-            f"{directory}/config.json says that weights are quantised ({method}), but none has a "
-            "quantised format that is known here. If they are not quantised, as after a tool that "
-            "merges or dequantises, remove quantization_config from the file; otherwise take the "
+            f"{directory}/config.json says that weights are quantized ({method}), but none has a "
+            "quantized format that is known here. If they are not quantized, as after a tool that "
+            "merges or dequantizes, remove quantization_config from the file; otherwise take the "
             "checkpoint that this one was made from"
         )
 

@@ -159,7 +159,7 @@ def cut_off(tmp_path, num_hosts, per_host, lost, name, timeout_s=20):
     print(f"{name}, host {lost} of {num_hosts}: ranks gone after {seen[0]:.1f} to {seen[1]:.1f} s")
     told = outcome(run_dir)
     assert (told["status"], told["exit_code"]) == ("failed", 1)
-    # From the other side of a cut, a host's neighbours are the lost ones.
+    # From the other side of a cut, a host's neighbors are the lost ones.
     others = made.names if lost == 0 else [made.names[lost], made.names[0]]
     assert any(f"host {host} (rank" in told["reason"] for host in others), told
     assert f"has not answered in {timeout_s} s (run.host_timeout)" in job.stderr, job.stderr

@@ -91,8 +91,8 @@ def rows_of(objective):
     for n in range(40):
         pair = {"chosen": "yes " * (n + 1), "rejected": "no"}
         answer = {"sft": {"completion": f"is {n}"}, "dpo": pair}
-        labelled = {"completion": f"is {n}", "label": n % 3 == 0}
-        yield {"prompt": f"what {n}", **answer.get(objective, labelled)}
+        labeled = {"completion": f"is {n}", "label": n % 3 == 0}
+        yield {"prompt": f"what {n}", **answer.get(objective, labeled)}
 
 
 def objective_jobs(folder, objective, n, layout, chosen):

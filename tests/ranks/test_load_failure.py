@@ -11,7 +11,7 @@ from hpc_tune.model.builtin import write_tiny_model
 from tests.support.ranks import HANG_S, mpirun
 from tests.support.training import SMALL, outcome
 
-# In which a rank would wait for its neighbours before it learns that one has failed.
+# In which a rank would wait for its neighbors before it learns that one has failed.
 TIMEOUT_S = 45
 MODEL = "/proc/self/cwd/tiny"  # of each rank's own folder
 LAYOUTS = {

@@ -177,12 +177,12 @@ MAX_RELAUNCHES = 4
 REPEATS = 10
 
 
-def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=HANG_S, neighbour=None):
+def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=HANG_S, neighbor=None):
     words = [*HUNGRY, f"run.dir={run_dir}", *overrides]
     argv = [sys.executable, "-m", "tests.support.memory_hog", way, str(num_bytes), *words]
     if n > 1:
         argv = [find_mpirun(), "-np", str(n), *argv]
-    return group.run(argv, n, timeout, neighbour)
+    return group.run(argv, n, timeout, neighbor)
 
 
 def is_killed(found, group):
@@ -230,16 +230,16 @@ def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
     pytest.fail(f"not done after {MAX_RELAUNCHES} starts: {found.stderr}")
 
 
-def check_neighbour(limited, tmp_path, kind):
+def check_neighbor(limited, tmp_path, kind):
     for governor in ("off", "on"):
         run_dir = tmp_path / governor
         file = Path(f"/dev/shm/{tmp_path.name}") if kind == "tmpfs" else tmp_path / "cached"
         words = [str(run_dir / "metrics.jsonl"), str(480 * MIB), kind, str(file)]
-        neighbour = [sys.executable, "-m", "tests.support.noisy_neighbour", *words]
+        neighbor = [sys.executable, "-m", "tests.support.noisy_neighbor", *words]
         with limited(LIMIT) as group:
             settings = (f"memory.governor={governor}", "train.max_steps=600")
             try:
-                found = train_in(group, run_dir, "none", 0, *settings, neighbour=neighbour)
+                found = train_in(group, run_dir, "none", 0, *settings, neighbor=neighbor)
             finally:
                 file.unlink(missing_ok=True)
             if governor == "off":
@@ -328,10 +328,10 @@ def test_it_does_again_and_again(tmp_path, name, n):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["memory", "tmpfs", "cached"])
-def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
+def test_a_neighbor_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
     for number in range(REPEATS):
-        check_neighbour(memory_group, tmp_path / f"{kind}-{number}", kind)
-        check_neighbour(far_below, tmp_path / f"{kind}-{number}-below", kind)
+        check_neighbor(memory_group, tmp_path / f"{kind}-{number}", kind)
+        check_neighbor(far_below, tmp_path / f"{kind}-{number}-below", kind)
 
 
 @contextlib.contextmanager
@@ -366,7 +366,7 @@ def test_merging_holds_one_tensor_where_the_whole_model_does_not_fit(tmp_path, t
 def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
     metrics = tmp_path / "metrics"
     metrics.write_text("1\n2\n3\n")
-    taken = [sys.executable, "-m", "tests.support.noisy_neighbour", str(metrics), str(300 * MIB)]
+    taken = [sys.executable, "-m", "tests.support.noisy_neighbor", str(metrics), str(300 * MIB)]
     with memory_group(LIMIT) as group, group.below("step", "task") as task:
         limit = HostLimit(LIMIT, "the test", group.folder)
         with closing(HostUsage(limit)) as usage, started(task.inside(taken), rank_environment(1)):

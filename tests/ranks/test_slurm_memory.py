@@ -6,7 +6,7 @@ from tests.ranks.test_pressure import (
     WAYS,
     check_load,
     check_merge,
-    check_neighbour,
+    check_neighbor,
     check_save,
     check_way,
 )
@@ -37,9 +37,9 @@ def test_it_does_with_ranks_of_mpirun(tmp_path, limited, name):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["memory", "tmpfs", "cached"])
-def test_a_neighbour_within_the_job_does_not_get_it_killed(tmp_path, limited, kind):
+def test_a_neighbor_within_the_job_does_not_get_it_killed(tmp_path, limited, kind):
     for number in range(REPEATS):
-        check_neighbour(limited, tmp_path / f"{kind}-{number}", kind)
+        check_neighbor(limited, tmp_path / f"{kind}-{number}", kind)
 
 
 @pytest.mark.soak

@@ -22,15 +22,15 @@ class Group:
         self.folder = folder
 
     def run(
-        self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
+        self, argv: Sequence[str], n: int, timeout: float, neighbor: Sequence[str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command of ``n`` ranks in the group, beside ``neighbour`` if given.
+        """Run a command of ``n`` ranks in the group, beside ``neighbor`` if given.
 
-        The kernel kills the command first and spares the neighbour.
+        The kernel kills the command first and spares the neighbor.
         """
         with contextlib.ExitStack() as stack:
-            if neighbour is not None:
-                beside = self.inside(neighbour, spared=True)
+            if neighbor is not None:
+                beside = self.inside(neighbor, spared=True)
                 stack.enter_context(started(beside, rank_environment(1)))
             return run_ranks(self.inside(argv), rank_environment(n), timeout)
 

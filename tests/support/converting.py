@@ -226,7 +226,7 @@ rl: kto
 rl_beta: 0.5
 kto_desirable_weight: 0.2
 kto_undesirable_weight: 1.0
-datasets: [{path: /data/labelled.jsonl, type: llama3.ultra}]
+datasets: [{path: /data/labeled.jsonl, type: llama3.ultra}]
 sequence_len: 2048
 adapter: lora
 lora_r: 32

@@ -164,7 +164,7 @@ def noting_groups():
 
 
 def prepared(folder, model, objective, form):
-    """Return a store of pairs or of labelled answers."""
+    """Return a store of pairs or of labeled answers."""
     answers = {"pairs": {"chosen": "yes", "rejected": "no"}, "labels": {"completion": "yes"}}
     rows = ({"prompt": f"{n}?", "label": n % 2 == 0, **answers[form]} for n in range(200))
     raw = write_jsonl(folder / f"{objective}.jsonl", rows)

@@ -1,6 +1,6 @@
 """Another process under the same memory limit.
 
-    python -m tests.support.noisy_neighbour METRICS BYTES [KIND FILE]
+    python -m tests.support.noisy_neighbor METRICS BYTES [KIND FILE]
 
 Once METRICS has three lines, it takes BYTES at 100 MB/s: as its own memory, which it holds until it
 is killed, or with KIND tmpfs as FILE, which must be on a tmpfs; then it exits. With KIND cached it

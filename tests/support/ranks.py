@@ -18,7 +18,7 @@ from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ends a run that hangs, before pytest ends the test. It is no measure of speed: what takes seconds
-# takes minutes on a slow machine with a busy neighbour.
+# takes minutes on a slow machine with a busy neighbor.
 HANG_S = 600.0
 _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
 

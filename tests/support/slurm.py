@@ -195,11 +195,11 @@ class LimitedJobs:
         self._numbers: list[str] = []
 
     def run(
-        self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
+        self, argv: Sequence[str], n: int, timeout: float, neighbor: Sequence[str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command of ``n`` ranks as a job, beside ``neighbour`` if given.
+        """Run a command of ``n`` ranks as a job, beside ``neighbor`` if given.
 
-        The kernel kills the command and spares the neighbour.
+        The kernel kills the command and spares the neighbor.
         """
         lines = [f"cd {shlex.quote(str(ROOT))}"]
         lines += [
@@ -207,11 +207,11 @@ class LimitedJobs:
             for name, value in rank_environment(n).items()
             if name.isidentifier()
         ]
-        lines += [f"{shlex.join(neighbour)} & beside=$!"] if neighbour is not None else []
-        # Without a neighbour, not for mpirun: it would end with 0 if its own daemon were killed.
-        first = "" if neighbour is None else "echo 1000 > /proc/self/oom_score_adj; "
+        lines += [f"{shlex.join(neighbor)} & beside=$!"] if neighbor is not None else []
+        # Without a neighbor, not for mpirun: it would end with 0 if its own daemon were killed.
+        first = "" if neighbor is None else "echo 1000 > /proc/self/oom_score_adj; "
         lines.append(f"({first}exec {shlex.join(argv)})")
-        lines += ["code=$?", "kill $beside"] if neighbour is not None else ["code=$?"]
+        lines += ["code=$?", "kill $beside"] if neighbor is not None else ["code=$?"]
         lines.append("printf '\\ncode %d\\n' $code")
         name = next(self._names)
         options = (f"--mem={self._limit_bytes >> 20}M", f"--ntasks={n}")

@@ -216,7 +216,7 @@ def test_a_base_that_fits_is_replicated_and_one_that_does_not_is_cut_by_the_link
     assert best(GIB, network(4, rate=1e12), ADAPTERS, None, hides, rows=8)[0].shard > 1
 
 
-def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbours_is_taken():
+def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbors_is_taken():
     net = network(3, slow={(0, 1): 1e8})
     shared = Compute(1e-3, 1e-3, 0.0, sharing=3.0)  # what a rank waits for, another computes
     settings = config(parallel={"pipeline": 3}, batch={"global_size": 64, "micro_size": 1})
@@ -258,9 +258,9 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
     measured = Measurements((0, 1, 2, 3), Links(tuple(pairs), ()), COMPUTE)
     choice = search_layout(settings, Machine(4, 1, None, 8 * GIB), measured)
     assert choice.best.layout == Layout(1, 1, 1, 4)
-    neighbours = list(zip(choice.best.ranks, choice.best.ranks[1:], strict=False))
-    assert (1, 2) not in neighbours
-    assert (2, 1) not in neighbours
+    neighbors = list(zip(choice.best.ranks, choice.best.ranks[1:], strict=False))
+    assert (1, 2) not in neighbors
+    assert (2, 1) not in neighbors
     lines = choice_lines(choice)
     assert choice_from_json(choice_to_json(choice)) == (
         replace(choice.best, memory="", fits=None),
@@ -298,7 +298,7 @@ FAST_LINKS = Links(tuple(Link((0, n), (0, 0), 1e-6, 1e11) for n in (1, 2, 3)), (
 FOUR = Measurements((0,) * 4, FAST_LINKS, COMPUTE)
 
 
-def test_neighbours_share_rows_by_every_number_that_divides_the_ranks():
+def test_neighbors_share_rows_by_every_number_that_divides_the_ranks():
     layouts = [Layout(1, 1), Layout(2, 8), Layout(1, 4, 2), Layout(1, 2, 4)]
     idle, others = row_sharing_layouts(layouts, MODEL, global_rows=4, max_sharing_ranks=8)
     assert [(found.replicate, found.context) for found in idle] == [(2, 2), (2, 4), (2, 8)]

@@ -195,7 +195,7 @@ def test_trained_weights_that_fp16_cannot_hold_are_refused_by_name(tmp_path):
         export_merged(tmp_path / "step", METHODS["full"], tmp_path / "base", tmp_path / "out")
 
 
-def test_a_merged_model_says_nothing_of_how_its_base_was_quantised(tmp_path):
+def test_a_merged_model_says_nothing_of_how_its_base_was_quantized(tmp_path):
     """A server would look for scales: ModelOpt's file, a part's settings, older names of both."""
     base, settings = tmp_path / "base", {"quant_method": "fp8"}
     stored(base, "tensor", settings, "_scale")

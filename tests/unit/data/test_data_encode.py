@@ -198,7 +198,7 @@ LONG = "word " * 60
 
 @pytest.mark.parametrize("text", ["a <|im_end|> b", f"{LONG}<|im_start|> {LONG}"])
 @pytest.mark.parametrize("is_text", [False, True])
-def test_plain_text_is_tokenised_as_the_stock_tokenizer_does_and_special_tokens_counted(
+def test_plain_text_is_tokenized_as_the_stock_tokenizer_does_and_special_tokens_counted(
     monkeypatch, text, is_text
 ):
     monkeypatch.setattr(encode, "BATCH_CHARS", 200)
@@ -277,7 +277,7 @@ def test_answers_whose_first_token_begins_in_the_prompt_are_counted():
 
 
 @pytest.mark.parametrize("seq_len", [30, 400, 3000])
-def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_same(
+def test_of_a_long_chat_only_the_head_is_tokenized_and_its_documents_stay_the_same(
     monkeypatch, seq_len
 ):
     """Byte pairs learned from real text, whose words are cut anywhere; the limit is made small."""

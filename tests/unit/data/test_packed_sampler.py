@@ -131,7 +131,7 @@ def test_shuffle_looks_random():
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.03  # 4 sigma of 1 / sqrt(n)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
     assert np.sum(order == np.arange(n)) < 10  # expected 1
-    # Where 64 neighbours go: 20 bins, chi-square with 19 degrees of freedom, 99.99% below 52.
+    # Where 64 neighbors go: 20 bins, chi-square with 19 degrees of freedom, 99.99% below 52.
     bins = np.array(
         [np.bincount(order[s : s + 1000] // 1000, minlength=20) for s in range(0, n, 1000)]
     )

@@ -163,14 +163,14 @@ def test_sides_that_are_no_pair_to_the_model_are_dropped_and_counted():
     }
 
 
-def labelled(number, answer=None):
+def labeled(number, answer=None):
     return to_labeled_answers(
         {"prompt": f"q{number} ", "completion": answer or f"a{number}", "label": number != 1}
     )
 
 
-def test_each_labelled_answer_has_the_next_rows_answer_after_its_prompt():
-    documents, counters = sides_of(byte_tokenizer(None), [labelled(n) for n in range(3)])
+def test_each_labeled_answer_has_the_next_rows_answer_after_its_prompt():
+    documents, counters = sides_of(byte_tokenizer(None), [labeled(n) for n in range(3)])
     texts = [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents]
     assert texts == [["q0 a0", "q0 a1"], ["q1 a1", "q1 a2"], ["q2 a2", "q2 a0"]]
     assert documents[0][1][1] == "a1<|im_end|>"
@@ -203,14 +203,14 @@ def test_an_answer_to_the_same_prompt_is_no_mismatched_one(as_chat):
 
 
 def test_mismatched_answers_are_rendered_by_the_chat_template():
-    documents, counters = sides_of(byte_tokenizer(), [labelled(n) for n in range(2)])
+    documents, counters = sides_of(byte_tokenizer(), [labeled(n) for n in range(2)])
     turn = "<|im_start|>user\nq0 <|im_end|>\n<|im_start|>assistant\n"
     assert [text for text, _ in documents[0]] == [f"{turn}a0<|im_end|>\n", f"{turn}a1<|im_end|>\n"]
     assert counters.examples == 2
 
 
-def test_a_labelled_answer_that_fits_keeps_its_prompt_whatever_the_next_answer_is():
-    rows = [labelled(0), labelled(1, "long" * 9)]
+def test_a_labeled_answer_that_fits_keeps_its_prompt_whatever_the_next_answer_is():
+    rows = [labeled(0), labeled(1, "long" * 9)]
     documents, counters = sides_of(byte_tokenizer(None), rows, 40)
     assert [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents] == [
         ["q0 a0", "q0 " + "long" * 9],
@@ -219,8 +219,8 @@ def test_a_labelled_answer_that_fits_keeps_its_prompt_whatever_the_next_answer_i
     assert (counters.unmatched, counters.cut_prompts, counters.cut_others) == (0, 0, 0)
 
 
-def test_each_side_of_a_labelled_answer_is_cut_by_itself():
-    rows = [labelled(0), labelled(1, "long" * 9)]
+def test_each_side_of_a_labeled_answer_is_cut_by_itself():
+    rows = [labeled(0), labeled(1, "long" * 9)]
     documents, counters = sides_of(byte_tokenizer(None), rows, 38)
     assert [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents] == [
         ["q0 a0", " " + "long" * 9],
@@ -231,8 +231,8 @@ def test_each_side_of_a_labelled_answer_is_cut_by_itself():
     assert "1 prompts cut from the left before the answer of another row" in str(counters)
 
 
-def test_only_own_answers_of_labelled_ones_are_counted():
-    rows = [labelled(0), labelled(1, "long" * 9)]
+def test_only_own_answers_of_labeled_ones_are_counted():
+    rows = [labeled(0), labeled(1, "long" * 9)]
     _, counters = sides_of(byte_tokenizer(None), rows, 100)
     own = [len("q0 a0") + 1, len("q1 " + "long" * 9) + 1]
     assert (counters.tokens, counters.loss_tokens) == (sum(own), sum(own) - 6)
@@ -275,11 +275,11 @@ def test_rows_of_one_prompt_are_no_mismatch_where_answers_are_several_messages()
     assert counters.unmatched == 4
 
 
-def test_a_row_alone_has_no_second_side_nor_has_one_whose_neighbour_is_too_long():
-    documents, counters = sides_of(byte_tokenizer(None), [labelled(0)])
+def test_a_row_alone_has_no_second_side_nor_has_one_whose_neighbor_is_too_long():
+    documents, counters = sides_of(byte_tokenizer(None), [labeled(0)])
     assert [len(sides) for sides in documents] == [1]
     assert counters.unmatched == 1
-    rows = [labelled(0), labelled(1, "long" * 9)]
+    rows = [labeled(0), labeled(1, "long" * 9)]
     documents, counters = sides_of(byte_tokenizer(None), rows, 37)
     assert [[text for text, _ in sides] for sides in documents] == [["q0 a0<|im_end|>"]]
     assert (counters.unmatched, counters.cut_prompts) == (1, 0)
@@ -366,7 +366,7 @@ def test_a_store_of_labels_has_them(tmp_path):
         assert file.attrs["version"] == 7
 
 
-def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
+def test_a_labeled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
     rows = [{**row, "completion": "word " * (n % 9 + 1)} for n, row in enumerate(LABELLED)]
     store = prepared(tmp_path, rows, "labels")
     longer = [max(len(tokens) for tokens, _ in store.sides(n)) for n in range(60)]
@@ -386,7 +386,7 @@ def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
     )
 
 
-def test_labelled_answers_of_the_version_before_are_refused_with_what_to_do(tmp_path):
+def test_labeled_answers_of_the_version_before_are_refused_with_what_to_do(tmp_path):
     store = prepared(tmp_path, LABELLED, "labels")
     with h5py.File(store.path, "r+") as file:
         file.attrs["version"] = 5
@@ -447,7 +447,7 @@ def rows_of(store):
     return HeldOutRows(store, ORDER)
 
 
-def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
+def test_pairs_are_neighbors_in_a_row_and_counted(tmp_path):
     store = prepared(tmp_path, PAIRS, "pairs")
     loader = loaded(store)
     reference = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
@@ -511,7 +511,7 @@ def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
     loader.close()
 
 
-def test_labelled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_rows(tmp_path):
+def test_labeled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_rows(tmp_path):
     store = prepared(tmp_path, LABELLED[:59], "labels")
     loader = loaded(store)
     reference = np.arange(118, dtype=np.float32).reshape(59, 2)

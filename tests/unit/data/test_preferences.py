@@ -135,10 +135,10 @@ def test_each_form_gives_the_same_pair(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_form_is_two_labelled_answers_as_well(name):
+def test_each_form_is_two_labeled_answers_as_well(name):
     pair = to_pair(PAIRS[name])
-    labelled = to_labeled_answers(PAIRS[name])
-    assert labelled == LabeledAnswers((pair.chosen, pair.rejected), (True, False))
+    labeled = to_labeled_answers(PAIRS[name])
+    assert labeled == LabeledAnswers((pair.chosen, pair.rejected), (True, False))
 
 
 @pytest.mark.parametrize(
@@ -273,20 +273,20 @@ LABELLED = {
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_each_form_gives_the_same_labelled_answer(name):
-    labelled = to_labeled_answers(LABELLED[name])
-    assert labelled.labels == (True,)
-    assert [messages_of(answer) for answer in labelled.answers] == [[*ASKED, says("4")]]
+def test_each_form_gives_the_same_labeled_answer(name):
+    labeled = to_labeled_answers(LABELLED[name])
+    assert labeled.labels == (True,)
+    assert [messages_of(answer) for answer in labeled.answers] == [[*ASKED, says("4")]]
 
 
-def test_only_the_last_answer_of_a_labelled_chat_is_learned():
+def test_only_the_last_answer_of_a_labeled_chat_is_learned():
     row = {"messages": [*ASKED, says("4"), user("sure?"), says("yes")], "label": False}
     assert to_labeled_answers(row) == LabeledAnswers(
         (Chat(row["messages"], None, frozenset({1})),), (False,)
     )
 
 
-def test_a_labelled_answer_is_what_its_tool_takes_for_it():
+def test_a_labeled_answer_is_what_its_tool_takes_for_it():
     """ms-swift: all after the user's last turn; trl: the completion; LLaMA-Factory: the last."""
     answer = [CALLS, RESULT, says("4")]
     whole = [user("1 + 1?"), says("2"), *ASKED, *answer]
@@ -402,7 +402,7 @@ def test_a_wrong_pair_is_refused_with_what_is_expected(row, message):
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG_LABELS)
-def test_a_wrong_labelled_answer_is_refused_with_what_is_expected(row, message):
+def test_a_wrong_labeled_answer_is_refused_with_what_is_expected(row, message):
     with pytest.raises(WrongRecord, match=message):
         to_labeled_answers(row)
 
@@ -478,13 +478,13 @@ def test_wrong_rows_are_named_by_their_place_or_skipped(tmp_path):
         list(read_chunk(chunk, ReadOptions(form="pairs")))
     rows[1] = {"prompt": "q", "completion": "a", "label": "yes"}
     rows[0] = LABELLED["trl"]
-    (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
+    (labeled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
     with pytest.raises(DataError, match="l.jsonl, line 2: label is .*; data.bad_rows=skip leaves"):
-        list(read_chunk(labelled, ReadOptions(form="labels")))
+        list(read_chunk(labeled, ReadOptions(form="labels")))
     rows.reverse()  # of other data, from the first row on: there is nothing to skip
-    (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
+    (labeled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
     with pytest.raises(DataError, match="l.jsonl, line 1: label is .*desirable$"):
-        list(read_chunk(labelled, ReadOptions(form="labels")))
+        list(read_chunk(labeled, ReadOptions(form="labels")))
     findings = ReadFindings()
     assert len(list(read_chunk(chunk, ReadOptions(form="pairs", bad_rows="skip"), findings))) == 1
     assert findings.num_bad == 1

@@ -108,14 +108,14 @@ def moments(shape, signed, seed=0):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
+def test_what_was_quantized_in_the_same_blocks_comes_back_bit_for_bit(signed):
     first = QuantizedMoment.zeros(4096 * 256, signed, CPU)
     again = QuantizedMoment.zeros(4096 * 256, signed, CPU)
     assert not first.values().any()
     first.quantize(moments((4096, 256), signed))
     again.quantize(first.values())
     changed = (again.values() != first.values()).any(-1).float().mean()
-    print(f"signed={signed}: plain quantisation would change {changed:.1%} of the blocks")
+    print(f"signed={signed}: plain quantization would change {changed:.1%} of the blocks")
     assert (changed > 0.3) == signed
     again.quantize_exactly(first.values())
     assert torch.equal(again.values(), first.values())
@@ -123,7 +123,7 @@ def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_other_values_are_restored_as_torchao_quantises_them(signed):
+def test_other_values_are_restored_as_torchao_quantizes_them(signed):
     values, restored = moments((512, 256), signed), QuantizedMoment.zeros(512 * 256, signed, CPU)
     restored.quantize_exactly(values)
     scaled, scales = quant_utils.scale_tensor(values, 256)

@@ -75,7 +75,7 @@ def in_bf16(model):
     return model
 
 
-def quantised(model):
+def quantized(model):
     """Return a copy whose base layers in the blocks are in 4 bits."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -110,7 +110,7 @@ def step(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_with_an_adapter_is_in_fp32(family, method):
     model = adapted(family, method)
-    model = with_own_layers(quantised(model) if method == "qlora" else in_bf16(model))
+    model = with_own_layers(quantized(model) if method == "qlora" else in_bf16(model))
     found = []
 
     class Watch(TorchDispatchMode):

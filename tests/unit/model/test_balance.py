@@ -120,21 +120,21 @@ def test_tokens_of_experts_are_counted_by_row():
     assert count_expert_tokens(chosen_NK, real_BT, 4).tolist() == [[2, 1, 1, 0], [1, 0, 0, 1]]
 
 
-def router(name, normalises=True, scale=1.0, chosen=2):
+def router(name, normalizes=True, scale=1.0, chosen=2):
     logits_NE = logits(1).detach()
     scores_NE = {"softmax": logits_NE.softmax(1), "sigmoid": logits_NE.sigmoid()}.get(name)
     scores_NE = logits_NE.square() if scores_NE is None else scores_NE
     weights_NK, chosen_NK = scores_NE.topk(chosen)
-    if normalises:
+    if normalizes:
         weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + 1e-6)
     return logits_NE, scale * weights_NK, chosen_NK
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_what_routers_weigh_by_is_seen_from_what_they_return(name):
-    for normalises, scale in ((True, 1.0), (False, 1.0), (True, 2.5), (False, 2.5)):
-        assert _infer_score_function(*router(name, normalises, scale)) == name
-    assert _infer_score_function(*router(name, normalises=False, chosen=1)) == name
+    for normalizes, scale in ((True, 1.0), (False, 1.0), (True, 2.5), (False, 2.5)):
+        assert _infer_score_function(*router(name, normalizes, scale)) == name
+    assert _infer_score_function(*router(name, normalizes=False, chosen=1)) == name
 
 
 def test_routers_that_return_something_else_are_not_understood():

@@ -1,4 +1,4 @@
-"""float8 checkpoints with scales, and quantised ones that are refused."""
+"""float8 checkpoints with scales, and quantized ones that are refused."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_los
 BLOCK = 128
 
 
-def quantised(matrix, kind, size=BLOCK):
+def quantized(matrix, kind, size=BLOCK):
     """Return float8 values and their scales, as transformers and vLLM's tools store them."""
     rows, columns = matrix.shape
     if kind == "block":
@@ -39,7 +39,7 @@ def stored(directory, kind, quantization, suffix):
     meant, out = {}, {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "layers" in name:
-            values, scale, whole = quantised(tensor.float(), kind)
+            values, scale, whole = quantized(tensor.float(), kind)
             out |= {name: values, name + suffix: scale.contiguous()}
             meant[name] = (values.float() * whole).bfloat16()
         else:
@@ -117,7 +117,7 @@ def test_a_dtype_that_is_not_read_is_named(tmp_path):
         index_model_directory(tmp_path)
 
 
-def test_a_config_that_speaks_of_quantised_weights_where_none_are_is_refused_as_such(tmp_path):
+def test_a_config_that_speaks_of_quantized_weights_where_none_are_is_refused_as_such(tmp_path):
     write_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -158,14 +158,14 @@ def test_what_is_no_matrix_in_float8_is_refused_by_name(tmp_path, shape):
         (None, "model.layers.0.self_attn.q_proj.qweight"),
     ],
 )
-def test_other_quantised_checkpoints_are_refused_by_their_method(tmp_path, method, extra):
+def test_other_quantized_checkpoints_are_refused_by_their_method(tmp_path, method, extra):
     write_tiny_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, extra: torch.ones(4, 4)}, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = rf"quantised \({method or 'an unknown method'}, such as in .*tune.method=qlora"
+    said = rf"quantized \({method or 'an unknown method'}, such as in .*tune.method=qlora"
     with pytest.raises(DataError, match=said):
         index_model_directory(tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_float8_model_has_the_loss_of_what_transformers_makes_of_it(tmp_path, 
     file, out = tmp_path / "model.safetensors", {}
     for name, tensor in load_file(file).items():
         is_scaled = tensor.dim() == 2 and "layers" in name
-        values, scale, _ = quantised(tensor, kind) if is_scaled else (tensor, None, None)
+        values, scale, _ = quantized(tensor, kind) if is_scaled else (tensor, None, None)
         out |= {name: values} if scale is None else {name: values, f"{name}_scale_inv": scale}
     save_file(out, file, metadata={"format": "pt"})
     blocks = [BLOCK, BLOCK] if kind == "block" else None

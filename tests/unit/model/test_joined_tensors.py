@@ -18,7 +18,7 @@ from hpc_tune.model.language import make_language_model, read_config
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
-from tests.unit.model.test_float8_checkpoints import quantised
+from tests.unit.model.test_float8_checkpoints import quantized
 
 BLOCK = 24  # of which no matrix has a whole number
 LORA = TuneConfig(method="lora", rank=4, alpha=6.0)
@@ -108,7 +108,7 @@ def deepseek(tmp_path_factory):
     file, out, meant = directory / "model.safetensors", {}, {}
     for name, tensor in load_file(file).items():
         if tensor.dim() == 2 and "layers" in name and ".gate.weight" not in name:
-            values, scale, whole = quantised(tensor.float(), "block", BLOCK)
+            values, scale, whole = quantized(tensor.float(), "block", BLOCK)
             out |= {name: values, f"{name}_scale_inv": scale.contiguous()}
             meant[name] = (values.float() * whole).bfloat16()
         else:

@@ -54,7 +54,7 @@ def stock(directory, **options):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **options).eval()
 
 
-def dequantised(directory):
+def dequantized(directory):
     return stock(directory, quantization_config=Mxfp4Config(dequantize=True))
 
 
@@ -111,7 +111,7 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):
         index_model_directory(tmp_path)
 
 
-def test_a_merged_model_is_what_transformers_saves_of_the_dequantised_one(published, tmp_path):
+def test_a_merged_model_is_what_transformers_saves_of_the_dequantized_one(published, tmp_path):
     """With nothing trained in the experts their values are those of the blocks, bit for bit.
 
     Else transformers 5.23 calls bf16 stacks NAME_blocks, which it cannot load again.
@@ -119,7 +119,7 @@ def test_a_merged_model_is_what_transformers_saves_of_the_dequantised_one(publis
     tune = TuneConfig(method="lora", rank=4, targets=["q_proj"])
     module = trained(published, tune, tmp_path / "step")
     out = export_merged(tmp_path / "step", tune, published, tmp_path / "merged")
-    dequantised(published).save_pretrained(tmp_path / "stock", save_original_format=False)
+    dequantized(published).save_pretrained(tmp_path / "stock", save_original_format=False)
     theirs, ours = (index_model_directory(d) for d in (tmp_path / "stock", out))
     assert (ours.shapes, ours.dtypes) == (theirs.shapes, theirs.dtypes)
     for name in ours.stored:

@@ -114,7 +114,7 @@ def test_what_is_measured_beside_the_loss():
     assert sums.reference == pytest.approx(2.5 + 0.5 + 3.0 + 2.25)
 
 
-def test_labelled_answers_are_compared_with_the_mean_divergence():
+def test_labeled_answers_are_compared_with_the_mean_divergence():
     """s is 0.5 for the desirable one and -1.25 - -3 = 1.75 for the other."""
     batch = batch_of([[2, 0], [6, 0]], [True, False], kl=0.2)
     objective = Preference("kto", 0.1, desirable_weight=2.0)

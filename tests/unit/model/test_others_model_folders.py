@@ -175,7 +175,7 @@ def test_whole_numbers_whose_scale_nothing_names_are_no_weights(model):
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = (100 * tensors[name]).to(torch.int8)
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(DataError, match=rf"quantised \(an unknown method, such as in {name}\)"):
+    with pytest.raises(DataError, match=rf"quantized \(an unknown method, such as in {name}\)"):
         index_model_directory(model)
 
 

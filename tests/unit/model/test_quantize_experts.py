@@ -41,7 +41,7 @@ def loaded(directory, tune, dtype=torch.float32):
 def rounded(matrix):
     """Return what bitsandbytes makes of a matrix, as one row.
 
-    Of rows that are no whole blocks of 64, its dequantisation on CPUs takes wrong scales.
+    Of rows that are no whole blocks of 64, its dequantization on CPUs takes wrong scales.
     """
     packed = bitsandbytes.functional.quantize_4bit(
         matrix.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True

@@ -309,7 +309,7 @@ def test_of_a_model_whose_layers_differ_in_heads_whole_rows_alone_are_laid_out()
     assert row_sharing_layouts([Layout(2, 2)], Mixed(), 1, 8) == ([], [])
 
 
-def test_neighbours_share_rows_and_the_first_of_them_counts():
+def test_neighbors_share_rows_and_the_first_of_them_counts():
     layout = Layout(2, 4, tensor=2, pipeline=2, context=4)
     assert layout.size == 32
     assert layout.data_parallel_size == 2

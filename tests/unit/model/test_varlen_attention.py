@@ -284,7 +284,7 @@ def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_th
     assert {call["before"] for call in CALLS} == ({2} if windows else set())
 
 
-def test_keys_of_neighbouring_parts_are_taken_as_one_range():
+def test_keys_of_neighboring_parts_are_taken_as_one_range():
     """And their gradients are added up where two slices see the same keys."""
     parts = cut_documents([*LENGTHS, (12, 4)], RowPart(1, 2, is_head_tail=True))
     own = DocumentParts(parts)
@@ -390,7 +390,7 @@ def one_more(starts_N):
 
 
 WRONG = {
-    "neighbours": lambda s, o: (one_more(s), o),
+    "neighbors": lambda s, o: (one_more(s), o),
     "scale": lambda s, o: (s, {**o, "scale": None}),
     # The last token of the window is left out.
     "window": lambda s, o: (s, {**o, "window_size": (o["window_size"][0] - 1, 0)}),

@@ -181,7 +181,7 @@ def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_spr
     assert with_layout(parallel, layout).expert == 2
 
 
-def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():
+def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbors():
     layout = Layout(2, 3, 4, 5)
     places = [layout.coordinates(rank) for rank in range(layout.size)]
     assert len(set(places)) == layout.size == 120

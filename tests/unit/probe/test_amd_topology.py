@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.probe.topology import amd_gpus, read_topology
 
-# A node of LUMI or Frontier: 8 dies of MI250X, linked within a card and to some neighbours.
+# A node of LUMI or Frontier: 8 dies of MI250X, linked within a card and to some neighbors.
 MI250X = {
     4: (90010, 0xC100, (5, 6, 10)),
     5: (90010, 0xC600, (4, 7, 9)),

@@ -22,7 +22,7 @@ from house_table import (  # noqa: E402
     read,
 )
 
-# From the lowest layer to the highest; what is in one row must not know its neighbours.
+# From the lowest layer to the highest; what is in one row must not know its neighbors.
 LAYERS = (
     ("files",),
     ("errors", "units", "log", "faults", "safe_yaml", "packages"),

@@ -25,7 +25,7 @@ from tests.support.training import losses, rows, worst_gap
 
 STEPS, GLOBAL, SEQ_LEN, SEED, WARMUP, RANK, ALPHA = 10, 4, 384, 3, 4, 8, 16
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
-QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+QUANTIZED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def stock_model(method, config, run_dir):
     base = run_dir / "builtin-tiny"
     options = {}
     if method == "qlora":
-        quantised = BitsAndBytesConfig(**QUANTISED, bnb_4bit_compute_dtype=torch.float32)
-        options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
+        quantized = BitsAndBytesConfig(**QUANTIZED, bnb_4bit_compute_dtype=torch.float32)
+        options = {"quantization_config": quantized, "device_map": {"": "cpu"}}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **options)
     if method == "full":
         return model

@@ -210,8 +210,8 @@ def test_a_rank_without_room_for_mismatched_answers_gives_the_step_up_with_all(f
     ranks, engine = Ranks(others), Engine(fails)
     trained = trainer_of(ranks, engine)
     rows = trained.next_batches()
-    labelled = [padding_batch(row.first_row, "labels") for row in rows]
-    assert trained.accumulate(labelled, 1) is False
+    labeled = [padding_batch(row.first_row, "labels") for row in rows]
+    assert trained.accumulate(labeled, 1) is False
     assert ranks.votes == [fails is not None]
     assert engine.num_accumulated == 0
     assert first_rows(trained.next_batches()) == first_rows(rows)
