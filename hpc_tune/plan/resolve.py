@@ -175,7 +175,8 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     if layout.tensor > 1:
         problems += slicing_problems(model, layout.tensor)
     if layout.pipeline > 1:
-        problems += staging_problems(model, layout.pipeline, parallel.stages_per_rank)
+        _, num_blocks = _find_num_blocks(model)
+        problems += staging_problems(model, num_blocks, layout.pipeline, parallel.stages_per_rank)
     if layout.context > 1:
         problems += row_sharing_problems(model, layout)
     return problems
