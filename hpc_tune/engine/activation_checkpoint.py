@@ -338,7 +338,7 @@ class OffloadedInputs:
         before = packed.before() if packed.before is not None else None
         if before is not None:
             self._begin_copy_back(before)
-        assert packed.returning is not None, "it has been asked for"
+        assert packed.returning is not None, "its copy back has begun"
         (x, is_there), packed.returning = packed.returning, None
         if is_there is not None:
             torch.cuda.current_stream(self._device).wait_event(is_there)

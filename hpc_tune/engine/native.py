@@ -70,8 +70,8 @@ from hpc_tune.step.size import MOMENT_NAMES
 
 # -- Micro-batches on the device, each copied on its own stream while the previous one is computed.
 #
-# begin, take: pinned memory -> (the copy stream) -> int64 on the device, and an event take:
-# the compute stream waits for the event; the host waits for nothing
+# begin, take: pinned memory -> (the copy stream) -> int64 on the device, and an event
+# take:        the compute stream waits for the event; the host waits for nothing
 
 
 class BatchCopies:
@@ -225,9 +225,9 @@ class NativeEngine:
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         with nullcontext() if within_step else self._collectives.uncounted():
-            yield from self._outputs(batches, objective)
+            yield from self._objective_sums(batches, objective)
 
-    def _outputs(
+    def _objective_sums(
         self, batches: Iterable[Batch], objective: Objective | None
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         modules = [stage.module for stage in self.stages]

@@ -183,13 +183,8 @@ def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
 # -- How long a step takes.
 
 
-# All-reduces of a step's tokens, loss, gradient norm and memory.
-_NUM_SMALL_ALL_REDUCES = 4
-_FSDP_REDUCTION_AXES = (
-    ("shard",),
-    ("expert_shard",),
-    ("replicate",),
-)  # axes that FSDP2 reduces over
+_NUM_SMALL_ALL_REDUCES = 4  # of a step's tokens, loss, gradient norm and memory
+_FSDP_REDUCTION_AXES = (("shard",), ("expert_shard",), ("replicate",))
 
 
 @dataclass(frozen=True)
