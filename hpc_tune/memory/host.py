@@ -290,10 +290,10 @@ def memory_pressure(limit: HostLimit, proc: Path = Path("/proc")) -> float | Non
     return None
 
 
-def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
+def shm_bytes() -> int:
     """Return the bytes of files in shared memory, which the kernel cannot reclaim."""
     try:
-        stat = os.statvfs(folder)
+        stat = os.statvfs("/dev/shm")
     except OSError:
         return 0
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize

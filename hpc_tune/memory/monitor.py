@@ -218,7 +218,7 @@ class MemoryMonitor:
         """Restart the growth estimate: an action has changed memory usage."""
         self._peaks.clear()
 
-    def can_allocate(self, num_bytes: int, why: str) -> bool:
+    def can_allocate(self, num_bytes: int) -> bool:
         """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
