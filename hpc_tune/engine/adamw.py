@@ -139,15 +139,10 @@ class OffloadedAdamW:
         states = [optimizer.state[parameter] for _, parameter in self._parameters()]
         for state in states:
             state |= {name: local_tensor(state[name]) for name in MOMENT_NAMES}
-        away = [
-            (state, name)
-            for state in states
-            for name in MOMENT_NAMES
-            if state[name].device.type != "cpu"
-        ]
-        for (state, name), on_host in zip(
-            away, empty_pinned_like([state[name] for state, name in away]), strict=True
-        ):
+        pairs = [(state, name) for state in states for name in MOMENT_NAMES]
+        on_device = [(state, name) for state, name in pairs if state[name].device.type != "cpu"]
+        pinned = empty_pinned_like([state[name] for state, name in on_device])
+        for (state, name), on_host in zip(on_device, pinned, strict=True):
             state[name] = on_host.copy_(state[name])
 
     def step(self) -> None:
