@@ -279,7 +279,7 @@ class OffloadedInputs:
         self._last: weakref.ref[_Offloaded] | None = None
 
     def levers(self) -> dict[Action, ActionHandle]:
-        """Return the lever that starts to offload inputs; none if they are, cannot be or are short.
+        """Return the lever that offloads inputs, if that is off and possible and rows are long.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """

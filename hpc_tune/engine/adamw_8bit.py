@@ -79,15 +79,11 @@ class CodeTable:
     @classmethod
     def on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table on a device."""
-        values, borders = _cached_table(signed)
+        values, borders = _compute_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
 
 
 @functools.cache
-def _cached_table(signed: bool) -> tuple[list[float], list[float]]:
-    return _compute_table(signed)
-
-
 @without_dispatch_modes
 def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     """Return torchao's values and the smallest numbers that it maps to the codes 1 to 255.

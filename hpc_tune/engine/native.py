@@ -129,8 +129,9 @@ class NativeEngine:
         """Lay out, allocate and load ``built``; ``stages`` are this rank's parts. Collective.
 
         Raises:
+            ConfigError: if the settings do not suit the model or the device.
             DataError: if the weights on disk are damaged or of another model.
-            ConfigError: if train.float8 is not possible on the device.
+            RemoteError: on all other ranks, if one fails.
         """
         plan, device = settings.plan, settings.device
         layout, parallel = plan.layout, plan.parallel

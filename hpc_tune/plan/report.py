@@ -42,6 +42,7 @@ from hpc_tune.plan.memory_model import (
     limit_tokens_by_host,
     memory_by_phase,
     spare_bytes,
+    steady_phase,
     tokens_that_fit,
 )
 from hpc_tune.plan.resolve import (
@@ -285,7 +286,7 @@ class MemoryPlan:
     @property
     def steady_phase(self) -> PhaseMemory:
         """The phase of steady training steps."""
-        return next(phase for phase in self.phases if phase.name == Phase.STEADY)
+        return steady_phase(self.phases)
 
     @property
     def advice(self) -> list[str]:
