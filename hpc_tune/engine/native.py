@@ -425,9 +425,9 @@ class NativeEngine:
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm; return the global norm before that."""
-        spread = self._plan.spreads_gradients
-        squares = sum_squares(self._buckets, self._sharded, self._device, spread)
-        if spread:
+        is_spread = self._plan.spreads_gradients
+        squares = sum_squares(self._buckets, self._sharded, self._device, is_spread)
+        if is_spread:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
         if clip_norm := self._settings.optim.clip_norm:
