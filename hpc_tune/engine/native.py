@@ -133,8 +133,7 @@ class NativeEngine:
             DataError: if the weights on disk are damaged or of another model.
             RemoteError: on all other ranks, if one fails.
         """
-        plan, device = settings.plan, settings.device
-        layout, parallel = plan.layout, plan.parallel
+        plan, layout, device = settings.plan, settings.layout, settings.device
         self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = mesh or Mesh(layout, device, plan.uses_fsdp)
@@ -142,7 +141,7 @@ class NativeEngine:
         self._tied_group = self._mesh.first_last_stage_group() if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
-            edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
+            edges = connect_stages(layout, plan.parallel.stages_per_rank > 1, device)
         if device.type == "cuda":
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
