@@ -269,7 +269,8 @@ def _refused(name: str, proof: ArchitectureCheck, layout: str, directory: Path) 
     config = read_language_config(directory)
     if layout == "tensor":
         return next(iter(slicing_problems(config, 2)), "") or proof.tensor
-    return next(iter(staging_problems(config, 2, 1)), "") or proof.pipeline
+    num_blocks = config.num_hidden_layers
+    return next(iter(staging_problems(config, num_blocks, 2, 1)), "") or proof.pipeline
 
 
 def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str], str]:

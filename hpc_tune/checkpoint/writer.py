@@ -166,7 +166,7 @@ def choose_staging_bytes(
     wanted: int | Literal["auto"],
     total_bytes: int,
     on_device: bool,
-    admit: Callable[[int, str], bool],
+    admit: Callable[[int], bool],
     kept: int = 0,
 ) -> int:
     """Return up to how many bytes a rank may copy of the ``total_bytes`` that it saves, maybe 0.
@@ -178,8 +178,7 @@ def choose_staging_bytes(
         sizes = [wanted]
     else:
         sizes = [total_bytes, STAGING_BYTES] if on_device else [STAGING_BYTES]
-    why = "copies of what is to be saved"
-    return next((size for size in sizes if admit(max(0, min(size, total_bytes) - kept), why)), 0)
+    return next((size for size in sizes if admit(max(0, min(size, total_bytes) - kept))), 0)
 
 
 def total_block_bytes(regions: Sequence[Region]) -> int:

@@ -279,7 +279,7 @@ class OffloadedInputs:
         self._last: weakref.ref[_Offloaded] | None = None
 
     def levers(self) -> dict[Action, ActionHandle]:
-        """Return the lever that starts to offload inputs; none if they are, cannot be or are short.
+        """Return the lever that offloads inputs, if that is off and possible and rows are long.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """
@@ -338,7 +338,7 @@ class OffloadedInputs:
         before = packed.before() if packed.before is not None else None
         if before is not None:
             self._begin_copy_back(before)
-        assert packed.returning is not None, "it has been asked for"
+        assert packed.returning is not None, "its copy back has begun"
         (x, is_there), packed.returning = packed.returning, None
         if is_there is not None:
             torch.cuda.current_stream(self._device).wait_event(is_there)

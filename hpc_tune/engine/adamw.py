@@ -114,8 +114,7 @@ def initial_state(
 ) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter before its first step."""
     if parameter.device.type == "cpu":
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        reserve(NUM_MOMENTS * local.nbytes)
+        reserve(NUM_MOMENTS * local_tensor(parameter).nbytes)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENT_NAMES}}
 
@@ -139,16 +138,11 @@ class OffloadedAdamW:
         self._optimizer = optimizer
         states = [optimizer.state[parameter] for _, parameter in self._parameters()]
         for state in states:
-            state |= {name: _local_tensor(state[name]) for name in MOMENT_NAMES}
-        away = [
-            (state, name)
-            for state in states
-            for name in MOMENT_NAMES
-            if state[name].device.type != "cpu"
-        ]
-        for (state, name), on_host in zip(
-            away, empty_pinned_like([state[name] for state, name in away]), strict=True
-        ):
+            state |= {name: local_tensor(state[name]) for name in MOMENT_NAMES}
+        pairs = [(state, name) for state in states for name in MOMENT_NAMES]
+        on_device = [(state, name) for state, name in pairs if state[name].device.type != "cpu"]
+        pinned = empty_pinned_like([state[name] for state, name in on_device])
+        for (state, name), on_host in zip(on_device, pinned, strict=True):
             state[name] = on_host.copy_(state[name])
 
     def step(self) -> None:
@@ -179,8 +173,8 @@ class OffloadedAdamW:
         on_device = [moment.to(parameter.device, non_blocking=True) for moment in on_host]
         beta1, beta2 = group["betas"]
         adamw(
-            [_local_tensor(parameter)],
-            [_local_tensor(grad)],
+            [local_tensor(parameter)],
+            [local_tensor(grad)],
             [on_device[0]],
             [on_device[1]],
             [],
@@ -198,7 +192,8 @@ class OffloadedAdamW:
             moment.copy_(updated, non_blocking=True)  # the end of the step waits for the device
 
 
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
-from hpc_tune.engine.adamw import initial_state, make_adamw, parameter_groups
+from hpc_tune.engine.adamw import initial_state, local_tensor, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
@@ -80,15 +79,11 @@ class CodeTable:
     @classmethod
     def on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table on a device."""
-        values, borders = _cached_table(signed)
+        values, borders = _compute_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
 
 
 @functools.cache
-def _cached_table(signed: bool) -> tuple[list[float], list[float]]:
-    return _compute_table(signed)
-
-
 @without_dispatch_modes
 def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     """Return torchao's values and the smallest numbers that it maps to the codes 1 to 255.
@@ -204,15 +199,11 @@ def make_optimizer(
 
 
 def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
-    local = _local_tensor(parameter)
+    num_values, device = local_tensor(parameter).numel(), parameter.device
     # By the whole parameter's size, so that every layout makes the same choice.
-    if (
-        not has_8bit_moments(parameter.numel())
-        or local.numel() % VALUES_PER_8BIT_BLOCK
-        or not local.numel()
-    ):
+    is_large = has_8bit_moments(parameter.numel())
+    if not is_large or not num_values or num_values % VALUES_PER_8BIT_BLOCK:
         return dict(initial_state(parameter, reserve))
-    num_values, device = local.numel(), parameter.device
     if device.type == "cpu":
         reserve(len(MOMENT_NAMES) * (num_values + 4 * num_values // VALUES_PER_8BIT_BLOCK))
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
@@ -226,9 +217,9 @@ def _update(
 ) -> None:
     state["step"] += 1
     average, squares = (state[name] for name in MOMENT_NAMES)
-    weights, grads, step = _local_tensor(parameter), _local_tensor(grad), state["step"]
+    weights, grads, step = local_tensor(parameter), local_tensor(grad), state["step"]
     if not isinstance(average, QuantizedMoment):
-        _take_step(group, step, weights, grads, _local_tensor(average), _local_tensor(squares))
+        _take_step(group, step, weights, grads, local_tensor(average), local_tensor(squares))
         return
     weights, grads = weights.view(-1, VALUES_PER_8BIT_BLOCK), grads.view(-1, VALUES_PER_8BIT_BLOCK)
     for start in range(0, len(weights), _BLOCKS_AT_ONCE):
@@ -298,11 +289,5 @@ def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, Quantiz
     for start in range(0, rows, num):
         stop = min(start + num, rows)
         box = Box((held.offset[0] + start, *held.offset[1:]), (stop - start, *held.shape[1:]))
-        block_range = slice(
-            start * width // VALUES_PER_8BIT_BLOCK, stop * width // VALUES_PER_8BIT_BLOCK
-        )
-        yield box, moment.blocks(block_range)
-
-
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        first, last = (row * width // VALUES_PER_8BIT_BLOCK for row in (start, stop))
+        yield box, moment.blocks(slice(first, last))

@@ -136,15 +136,10 @@ class Engine(Protocol):
 
 
 def train_step(
-    engine: Engine,
-    batches: Sequence[Batch],
-    global_terms: float,
-    lr: float,
-    global_tokens: float = 1.0,
+    engine: Engine, batches: Sequence[Batch], global_terms: float, lr: float
 ) -> StepResult:
     """Run one optimizer step, when nothing else reads the weights in the meantime."""
-    error = engine.accumulate(batches, global_terms, global_tokens)
-    if error is not None:
+    if (error := engine.accumulate(batches, global_terms)) is not None:
         raise error
     return engine.update(lr)
 

@@ -210,11 +210,9 @@ def _with_dispatch(
         del send_SH
         own = torch.arange(exchange.experts_per_rank, device=rows.device).repeat(len(rows))
         own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
-        if not receive or not sum(receive):  # matmuls need a row, and weights need a gradient
-            come_H, own = (
-                torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])]),
-                own.new_zeros(1),
-            )
+        if not sum(receive):  # matmuls need a row, and weights need a gradient
+            come_H = torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])])
+            own = own.new_zeros(1)
         ones = weights_NK.new_ones(len(own), 1)
         out_H = local(come_H, own.unsqueeze(1), ones)[: sum(receive)]
         back_SH = exchange(out_H, receive, send)

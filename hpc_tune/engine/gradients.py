@@ -79,8 +79,8 @@ def list_trained_weights(
             and (sliced or coordinates.tensor == 0)
             and not tied
         )
-        told = (name in partial, num_copies, tied, writes, is_spread)
-        trained.append(TrainedWeight(name, stage, parameter, *told))
+        what = (name, stage, parameter, name in partial)
+        trained.append(TrainedWeight(*what, num_copies, tied, writes, is_spread))
     return trained
 
 

@@ -70,8 +70,8 @@ from hpc_tune.step.size import MOMENT_NAMES
 
 # -- Micro-batches on the device, each copied on its own stream while the previous one is computed.
 #
-# begin, take: pinned memory -> (the copy stream) -> int64 on the device, and an event take:
-# the compute stream waits for the event; the host waits for nothing
+# begin, take: pinned memory -> (the copy stream) -> int64 on the device, and an event
+# take:        the compute stream waits for the event; the host waits for nothing
 
 
 class BatchCopies:
@@ -129,11 +129,11 @@ class NativeEngine:
         """Lay out, allocate and load ``built``; ``stages`` are this rank's parts. Collective.
 
         Raises:
+            ConfigError: if the settings do not suit the model or the device.
             DataError: if the weights on disk are damaged or of another model.
-            ConfigError: if train.float8 is not possible on the device.
+            RemoteError: on all other ranks, if one fails.
         """
-        plan, device = settings.plan, settings.device
-        layout, parallel = plan.layout, plan.parallel
+        plan, layout, device = settings.plan, settings.layout, settings.device
         self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = mesh or Mesh(layout, device, plan.uses_fsdp)
@@ -141,7 +141,7 @@ class NativeEngine:
         self._tied_group = self._mesh.first_last_stage_group() if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
-            edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
+            edges = connect_stages(layout, plan.parallel.stages_per_rank > 1, device)
         if device.type == "cuda":
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
@@ -225,9 +225,9 @@ class NativeEngine:
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         with nullcontext() if within_step else self._collectives.uncounted():
-            yield from self._outputs(batches, objective)
+            yield from self._objective_sums(batches, objective)
 
-    def _outputs(
+    def _objective_sums(
         self, batches: Iterable[Batch], objective: Objective | None
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         modules = [stage.module for stage in self.stages]
@@ -424,9 +424,9 @@ class NativeEngine:
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm; return the global norm before that."""
-        spread = self._plan.spreads_gradients
-        squares = sum_squares(self._buckets, self._sharded, self._device, spread)
-        if spread:
+        is_spread = self._plan.spreads_gradients
+        squares = sum_squares(self._buckets, self._sharded, self._device, is_spread)
+        if is_spread:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
         if clip_norm := self._settings.optim.clip_norm:

@@ -153,7 +153,7 @@ class Pipeline:
         self,
         stages: Sequence[LossModel],
         layout: Layout,
-        edges: "Edges",
+        edges: Edges,
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
@@ -210,23 +210,23 @@ class Pipeline:
         batches: Sequence[Batch],
         forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Run micro-batches forward; return the losses, on the rank that has the last stage."""
+        """Run micro-batches forward; return the objective's sums, on the last stage's rank."""
         passes = [
             p
             for p in schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
             if p.kind == "forward"
         ]
         inputs = self._make_input_receiver(passes, batches)
-        losses = []
+        sums = []
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
             out = forward(step.chunk, batches[step.micro], inputs.take(number))
             if self._is_last(step.chunk):
-                losses.append(out)
+                sums.append(out)
             else:
                 self._send(out, "forward")
         self._finish_sending()
-        return losses
+        return sums
 
     def _is_first(self, chunk: int) -> bool:
         return self._rank == 0 and chunk == 0

@@ -16,7 +16,7 @@ Shapes: B rows, T tokens, D features, N tokens that carry loss, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,17 +98,12 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
     if built.module.is_first_stage:
         slicer.slice_embedding(lm.get_input_embeddings())
     if built.module.is_last_stage:
-        slicer.head(lm.get_output_embeddings())
+        slicer.slice_head(lm.get_output_embeddings())
         built.module.token_loss = functools.partial(_vocabulary_losses, axis)
-    slices = {n: slicer.slices[p] for n, p in _named_parameters(built) if p in slicer.slices}
-    partial = frozenset(
-        n for n, p in _named_parameters(built) if p.requires_grad and p in slicer.partial
-    )
+    named = list(built.module.named_parameters())
+    slices = {n: slicer.slices[p] for n, p in named if p in slicer.slices}
+    partial = frozenset(n for n, p in named if p.requires_grad and p in slicer.partial)
     return dataclasses.replace(built, slices=slices), partial
-
-
-def _named_parameters(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
-    return built.module.named_parameters()
 
 
 class _ParameterSlicer:
@@ -194,7 +189,7 @@ class _ParameterSlicer:
 
         layer.forward = forward
 
-    def head(self, layer: Any) -> None:
+    def slice_head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
         self.slice_colwise(layer, gather=False)
         layer.first_token = self.slices[split_adapters(layer)[0].weight].start

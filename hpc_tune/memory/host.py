@@ -165,8 +165,8 @@ class HostUsage:
         self._group, self._full_bytes = limit.cgroup, limit.num_bytes
         self._charged: IO[bytes] | None = None
         self._kernel: IO[bytes] | None = None
-        names: tuple[str, ...] = ("MemAvailable:",)
-        others: tuple[str, ...] = ()
+        counted: tuple[str, ...] = ("MemAvailable:",)
+        uncounted: tuple[str, ...] = ()
         if limit.cgroup is None:
             self._total = _read_meminfo(proc)["MemTotal"]
             self._of_gpus = find_gpu_meminfo(proc, devices)
@@ -174,13 +174,13 @@ class HostUsage:
         else:
             file = limit.cgroup / "memory.stat"
             layout = _V1 if "total_rss" in _read_fields(file) else _V2
-            names, others = layout.counted, layout.uncounted
+            counted, uncounted = layout.counted, layout.uncounted
             with _skip_missing_file(), contextlib.suppress(ValueError):
                 self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
             with _skip_missing_file():
                 self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_USAGE_FILE).open("rb", buffering=0)
-        self._keys, self._others = _stat_keys(names), _stat_keys(others)
+        self._counted_keys, self._uncounted_keys = _stat_keys(counted), _stat_keys(uncounted)
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
         self._statms = []
@@ -200,7 +200,7 @@ class HostUsage:
         if self._counts_ranks:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
-        stat = _sum_fields(self._keys, text)
+        stat = _sum_fields(self._counted_keys, text)
         if self._group is None:
             total, free_bytes = read_total_and_free_bytes(self._of_gpus)
             return self._total - total - (1024 * stat - free_bytes)
@@ -216,7 +216,7 @@ class HostUsage:
         # ten times per second: the charge without page cache is an upper bound.
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
-        most = charged - kernel - _sum_fields(self._others, text)
+        most = charged - kernel - _sum_fields(self._uncounted_keys, text)
         self._refresh_late_sum(self._group, charged - ranks, abs(most - stat - growth))
         if charged > self._full_bytes - _MAX_SUM_LAG_BYTES:
             return counted  # page cache is reclaimed for new memory: the charge says nothing
@@ -290,10 +290,10 @@ def memory_pressure(limit: HostLimit, proc: Path = Path("/proc")) -> float | Non
     return None
 
 
-def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
+def shm_bytes() -> int:
     """Return the bytes of files in shared memory, which the kernel cannot reclaim."""
     try:
-        stat = os.statvfs(folder)
+        stat = os.statvfs("/dev/shm")
     except OSError:
         return 0
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
@@ -508,12 +508,10 @@ class PrivateMemoryLimit:
 # one of them has made many.
 
 
-_COLLECTION_DUE_OBJECTS = (
-    100_000  # some 10 MB; selective recompute leaves a hundred per pass of a block
-)
-_COLLECTION_FORCED_OBJECTS = (
-    10 * _COLLECTION_DUE_OBJECTS
-)  # then a rank collects alone, within a step or an evaluation
+# Some 10 MB; selective recompute leaves a hundred per pass of a block.
+_COLLECTION_DUE_OBJECTS = 100_000
+# Then a rank collects alone, within a step or an evaluation.
+_COLLECTION_FORCED_OBJECTS = 10 * _COLLECTION_DUE_OBJECTS
 
 
 @contextmanager

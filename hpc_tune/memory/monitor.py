@@ -39,7 +39,7 @@ from hpc_tune.memory.policy import (
     must_stop_run,
     reserved_bytes,
 )
-from hpc_tune.units import format_bytes
+from hpc_tune.units import count_of, format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_EVERY_S
 
 _SAMPLE_PERIOD_S = 0.1
@@ -218,7 +218,7 @@ class MemoryMonitor:
         """Restart the growth estimate: an action has changed memory usage."""
         self._peaks.clear()
 
-    def can_allocate(self, num_bytes: int, why: str) -> bool:
+    def can_allocate(self, num_bytes: int) -> bool:
         """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
@@ -242,12 +242,10 @@ class MemoryMonitor:
     def host_shortage(self, used: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
-        ranks = (
-            f"{format_bytes(self.ranks_bytes())} of it by this job's {num} rank{'s' * (num > 1)}"
-        )
         message = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
-            f"({self.limit.source}) in use while {self._activity}, {ranks} there"
+            f"({self.limit.source}) in use while {self._activity}, "
+            f"{format_bytes(self.ranks_bytes())} of it by this job's {count_of(num, 'rank')} there"
         )
         return MemoryShortage(used, had, self._activity, self._rank, self._host, message)
 

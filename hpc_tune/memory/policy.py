@@ -130,13 +130,13 @@ NO_PLAN_BELOW_SHARE = 0.5  # a run needs no plan if an upper bound of its usage 
 STATE_SHARE = 0.6  # for weights, gradients and optimizer state: the rest is for activations
 MEASURED_STATE_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
 COMPILING_SHARE = 1 / 8  # for workers of torch.compile
-RETRY_WINDOW_STEPS = 8  # steps
+RETRY_WINDOW_STEPS = 8
 _MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
 _ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
 _FORECAST_FROM_SHARE = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # the level is HIGH if the limit would be reached within these steps
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
-GROWTH_WINDOW_STEPS = 8  # peaks
+GROWTH_WINDOW_STEPS = 8
 _CALM_STEPS = 50
 _MAX_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
@@ -171,8 +171,7 @@ class ActionDecision:
 
 
 def growth_bytes_per_step(peaks: Iterable[int]) -> float:
-    """Return by how many bytes the peak grows per step, 0 with fewer than GROWTH_WINDOW_STEPS
-    peaks.
+    """Return by how many bytes peaks grow per step; 0 with fewer than GROWTH_WINDOW_STEPS.
 
     The smaller of two medians: of the differences between neighbors, which ignores one jump (a
     longer batch), and of the slopes between all pairs (Theil and Sen), which ignores oscillation.
@@ -181,8 +180,8 @@ def growth_bytes_per_step(peaks: Iterable[int]) -> float:
     if len(last) < GROWTH_WINDOW_STEPS:
         return 0.0
     slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
-    neighbors = median(slope for apart, slope in slopes if apart == 1)
-    return max(0.0, min(neighbors, median(slope for _, slope in slopes)))
+    between_neighbors = median(slope for apart, slope in slopes if apart == 1)
+    return max(0.0, min(between_neighbors, median(slope for _, slope in slopes)))
 
 
 def host_level(
@@ -239,9 +238,8 @@ def decide_action(
         return replace(policy_state, trimmed=True, settling=True), ActionDecision(Action.TRIM)
     action = next((a for a in _ACTIONS if a in available and level >= a.level), None)
     if action is not None:
-        return replace(
-            policy_state, taken=(*policy_state.taken, action), settling=True
-        ), ActionDecision(action)
+        taken = (*policy_state.taken, action)
+        return replace(policy_state, taken=taken, settling=True), ActionDecision(action)
     if level == Level.CRITICAL:
         return policy_state, ActionDecision(Action.LEAVE)
     return policy_state, None
@@ -284,9 +282,8 @@ def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: 
     used = samples[-1][1]
     if used <= known_peak:
         return False
-    return used + sustained_growth_bytes_per_s(samples) * _REACTION_S >= limit - reserved_bytes(
-        limit
-    )
+    growth = sustained_growth_bytes_per_s(samples) * _REACTION_S
+    return used + growth >= limit - reserved_bytes(limit)
 
 
 def sustained_growth_bytes_per_s(samples: Sequence[tuple[float, int]]) -> float:

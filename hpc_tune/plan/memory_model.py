@@ -332,9 +332,14 @@ def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
 # -- How many tokens a micro-batch may have, by the memory that a plan leaves free.
 
 
+def steady_phase(phases: Sequence[PhaseMemory]) -> PhaseMemory:
+    """Return the phase of steady training steps."""
+    return next(phase for phase in phases if phase.name == Phase.STEADY)
+
+
 def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
     """Return the bytes that a rank's peak may grow by; negative if it must shrink."""
-    steady = next(phase for phase in phases if phase.name == Phase.STEADY)
+    steady = steady_phase(phases)
     if machine.device_bytes is not None:
         return int(
             (DEVICE_LIMITS.target_share * machine.device_bytes - steady.device_bytes)
@@ -352,7 +357,7 @@ def limit_tokens_by_host(
     """
     if not moved_bytes:
         return most, ""
-    steady = next(phase for phase in phases if phase.name == Phase.STEADY)
+    steady = steady_phase(phases)
     on_host = max(0, tokens + tokens * _spare_host_bytes(steady, machine) // moved_bytes)
     return (on_host, "node") if on_host < most else (most, "GPU")
 

@@ -42,6 +42,7 @@ from hpc_tune.plan.memory_model import (
     limit_tokens_by_host,
     memory_by_phase,
     spare_bytes,
+    steady_phase,
     tokens_that_fit,
 )
 from hpc_tune.plan.resolve import (
@@ -285,7 +286,7 @@ class MemoryPlan:
     @property
     def steady_phase(self) -> PhaseMemory:
         """The phase of steady training steps."""
-        return next(phase for phase in self.phases if phase.name == Phase.STEADY)
+        return steady_phase(self.phases)
 
     @property
     def advice(self) -> list[str]:
@@ -459,16 +460,15 @@ def _model_bytes(
 ) -> ModelBytes:
     stored, largest, mapped_share = _inspect_stored_weights(shape.directory, built)
     trained = [p for p in built.module.parameters() if p.requires_grad]
+    # Moments in 8 bits are saved in fp32, whatever the weights are.
+    more_in_fp32 = NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes)
     return ModelBytes(
         size.trained_bytes,
         largest,
         _max_gathered_values(built, layout) * shape.dtype.itemsize,
         size.is_fully_trained,
         mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
-        # Moments in 8 bits are saved in fp32, whatever the weights are.
-        other_saved_bytes=NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes)
-        if is_8bit
-        else 0,
+        other_saved_bytes=more_in_fp32 if is_8bit else 0,
         largest_trained=max((p.nbytes for p in trained), default=0),
     )
 

@@ -175,7 +175,8 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     if layout.tensor > 1:
         problems += slicing_problems(model, layout.tensor)
     if layout.pipeline > 1:
-        problems += staging_problems(model, layout.pipeline, parallel.stages_per_rank)
+        _, num_blocks = _find_num_blocks(model)
+        problems += staging_problems(model, num_blocks, layout.pipeline, parallel.stages_per_rank)
     if layout.context > 1:
         problems += row_sharing_problems(model, layout)
     return problems
@@ -332,11 +333,10 @@ class ModelShape:
 
 def why_rows_too_long(model: ModelConfig, seq_len: int) -> Iterator[str]:
     """Yield why rows are too long for the model's positions, if they are."""
-    what = (model.path, torch.float32, TuneConfig(), 0, model.rope_scaling)
-    with open_shape(*what) as shape:
-        config = read_language_config(shape.directory, model.rope_scaling)
-        said = (shape.directory, model.rope_scaling, seq_len, f"data.seq_len={seq_len} tokens")
-        if too_long := why_texts_too_long(config, *said):
+    scaling, texts = model.rope_scaling, f"data.seq_len={seq_len} tokens"
+    with open_shape(model.path, torch.float32, TuneConfig(), 0, scaling) as shape:
+        config = read_language_config(shape.directory, scaling)
+        if too_long := why_texts_too_long(config, shape.directory, scaling, seq_len, texts):
             yield too_long
 
 

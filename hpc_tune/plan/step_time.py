@@ -183,13 +183,8 @@ def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
 # -- How long a step takes.
 
 
-# All-reduces of a step's tokens, loss, gradient norm and memory.
-_NUM_SMALL_ALL_REDUCES = 4
-_FSDP_REDUCTION_AXES = (
-    ("shard",),
-    ("expert_shard",),
-    ("replicate",),
-)  # axes that FSDP2 reduces over
+_NUM_SMALL_ALL_REDUCES = 4  # of a step's tokens, loss, gradient norm and memory
+_FSDP_REDUCTION_AXES = (("shard",), ("expert_shard",), ("replicate",))
 
 
 @dataclass(frozen=True)
@@ -326,11 +321,10 @@ class _RankLayout:
     sync_s: float
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        groups = self.layout.groups(*(("pipeline",) if axes == FIRST_AND_LAST_STAGE else axes))
+        has_two_ranks = axes == FIRST_AND_LAST_STAGE
+        groups = self.layout.groups(*(("pipeline",) if has_two_ranks else axes))
         placed = [[self.ranks[position] for position in group] for group in groups]
-        return (
-            [[group[0], group[-1]] for group in placed] if axes == FIRST_AND_LAST_STAGE else placed
-        )
+        return [[group[0], group[-1]] for group in placed] if has_two_ranks else placed
 
     def transfer_s(self, message: Message, speedup: float = 1.0) -> float:
         """Return the seconds of a message's bytes; ``speedup``: see ``Network.collective_s``."""

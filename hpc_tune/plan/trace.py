@@ -379,12 +379,13 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     sections = (config.parallel, config.tune, config.train)
     asked = resolve_row_pieces(*sections, config.data.seq_len, built.module)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
-    rows = min_micro_rows(config.batch)
-    what = (shape, resolved.layout, resolved.parallel, config.optim)
+    size = (config.batch.global_size, min_micro_rows(config.batch), config.data.seq_len)
     kernels = choose_model_kernels(built.config, dtype, config.train.compiles)
-    has_kernel = kernels.attention == "varlen"
-    size = (config.batch.global_size, rows, config.data.seq_len)
-    return TracedStep(*what, *size, has_kernel=has_kernel)
+    return TracedStep(
+        *(shape, resolved.layout, resolved.parallel, config.optim),
+        *size,
+        has_kernel=kernels.attention == "varlen",
+    )
 
 
 # -- Traces that take seconds: of few blocks and few tokens, extrapolated linearly.

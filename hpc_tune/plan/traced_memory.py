@@ -36,9 +36,7 @@ SMALL_OBJECT_BYTES = (96, 176, 32, 32, 48, 64, 80)
 _MIN_BLOCK_BYTES, _HEADER_BYTES, _MALLOC_ALIGNMENT = 32, 8, 16
 _MAX_CACHED_BYTES, _NUM_CACHED_PER_SIZE = 1040, 7  # the per-thread cache: sizes, and blocks of each
 _MAX_FAST_BIN_BYTES, _MIN_LARGE_BYTES, _CONSOLIDATION_BYTES = 128, 1024, 1 << 16
-# bytes of a page; free bytes that stay at the heap's end
-_PAGE_BYTES = 4096
-_UNTRIMMED_BYTES = 1 << 17
+_PAGE_BYTES, _UNTRIMMED_BYTES = 4096, 1 << 17  # of a page; free, and kept at the heap's end
 
 
 class Heap:
@@ -87,7 +85,7 @@ class Heap:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident bytes: of the pages that were used since the last ``trim``."""
+        """Bytes of the pages that were used since the last ``trim``."""
         return min(self.reach, self._num_pages * _PAGE_BYTES)
 
     def trim(self) -> None:
@@ -108,9 +106,8 @@ class Heap:
         self._join_fast_bins()
         largest = self._by_size[-1][0] if self._by_size else 0
         behind = 0 if self._trims else self.reach - self._end
-        return (
-            max(largest, behind) >= _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
-        )
+        needed = _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
+        return max(largest, behind) >= needed
 
     def _mark_pages_used(self, start: int, size: int) -> None:
         first, last = start // _PAGE_BYTES, (start + size - 1) // _PAGE_BYTES + 1
@@ -135,7 +132,7 @@ class Heap:
         size = _heap_block_size(num_bytes)
         block = self._allocate_block(size + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES)
         found = self._sizes[block]
-        # The caller's part begins _GRAIN bytes after the start of a block.
+        # The caller's part begins _MALLOC_ALIGNMENT bytes after the start of a block.
         if (before := -(block + _MALLOC_ALIGNMENT) % BLOCK_ALIGNMENT) > 0:
             before += BLOCK_ALIGNMENT if before < _MIN_BLOCK_BYTES else 0
             self._sizes[block], found = before, found - before
@@ -215,9 +212,8 @@ class Heap:
 
 
 def _heap_block_size(num_bytes: int) -> int:
-    return max(
-        _MIN_BLOCK_BYTES, -(-(num_bytes + _HEADER_BYTES) // _MALLOC_ALIGNMENT) * _MALLOC_ALIGNMENT
-    )
+    num_units = -(-(num_bytes + _HEADER_BYTES) // _MALLOC_ALIGNMENT)
+    return max(_MIN_BLOCK_BYTES, num_units * _MALLOC_ALIGNMENT)
 
 
 # -- Live fake tensors.
@@ -412,7 +408,7 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 # -- Scratch memory of torch's variable-length attention in its backward pass, which its fake
 # kernel does not show.
 #
-# Shapes: S tokens, H heads, K heads of keys and values, D values per head, N documents.
+# Shapes: S tokens, H heads, N keys, K heads of keys and values, D values per head.
 
 
 DOCUMENT_GAP_ROWS = 128  # rows that the kernel leaves free between two documents
@@ -428,11 +424,11 @@ def simulate_attention_scratch() -> Iterator[None]:
     kernel: Any = torch_versions.varlen_attention
 
     @functools.wraps(kernel)
-    def attend(query_SHD: Any, key_SKD: Any, value_SKD: Any, documents: Any, *more: Any) -> Any:
-        out_SHD = kernel(query_SHD, key_SKD, value_SKD, documents, *more)
+    def attend(query_SHD: Any, key_NKD: Any, value_NKD: Any, documents: Any, *more: Any) -> Any:
+        out_SHD = kernel(query_SHD, key_NKD, value_NKD, documents, *more)
         if out_SHD.requires_grad:
             num_bytes = attention_scratch_bytes(
-                query_SHD.shape, key_SKD.shape[:2], len(documents[0]) - 1
+                query_SHD.shape, key_NKD.shape[:2], len(documents[0]) - 1
             )
             out_SHD.register_hook(lambda grad: _allocate_briefly(num_bytes, grad))
         return out_SHD

@@ -185,9 +185,9 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
+def staging_problems(config: Any, num_blocks: int, ranks: int, stages_per_rank: int) -> list[str]:
     """Return the reasons why a model cannot be cut into stages; empty if it can."""
-    layers, stages = config.num_hidden_layers, ranks * stages_per_rank
+    stages = ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
         return [
             f"parallel.pipeline={ranks}: transformers has no plan for cutting a "
@@ -198,10 +198,10 @@ def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]
             f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are "
             "not all of one kind; use parallel.shard"
         ]
-    if stages > layers:
+    if stages > num_blocks:
         return [
             f"parallel.pipeline={ranks} with stages_per_rank={stages_per_rank} makes {stages} "
-            f"stages of {layers} decoder blocks; use at most {layers} stages"
+            f"stages of {num_blocks} decoder blocks; use at most {num_blocks} stages"
         ]
     return []
 

@@ -53,13 +53,13 @@ _POLL_S = 0.02
 class WriteOptions:
     """How a rank writes. The save fails if the file system accepts no byte for ``limit_s``.
 
-    ``can_allocate(bytes, why)``: whether there is memory for copies. ``device(kept)`` returns what
+    ``can_allocate(bytes)``: whether there is memory for copies. ``device(kept)`` returns what
     copies tensors from the engine's GPU, if there is one, into blocks that are kept between saves.
     ``owns_folder()``: whether this job still owns the run directory. ``faults`` are for tests.
     """
 
     limit_s: float
-    can_allocate: Callable[[int, str], bool] = lambda num_bytes, why: True
+    can_allocate: Callable[[int], bool] = lambda num_bytes: True
     device: Callable[[PinnedBlockPool], StagingDevice] | None = None
     owns_folder: Callable[[], bool] = lambda: True
     faults: Faults = NO_FAULTS

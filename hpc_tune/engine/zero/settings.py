@@ -145,43 +145,42 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
             os.environ[launchers.OPENMPI_LOCAL_RANK] = from_mpi
 
 
-# -- DeepSpeed's library for NVMe: compiled at its first use, under a lock file of torch.
+# -- DeepSpeed's libraries for NVMe: each compiled at its first use, under a lock file of torch.
 #
 # torch's extension loader waits for that file without a timeout, and a compiler that is killed (a
 # canceled job, a failed node) leaves it behind: every later run would wait forever.
 
 
-LOAD_LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
+LOAD_LIMIT_S = 1200.0  # for each; a slow node compiles async_io in ten minutes
 COMPILER_DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
 
 
 def load_async_io(who: str) -> None:
-    """Load DeepSpeed's async_io, compiling it if needed; end the world after 20 minutes.
+    """Load DeepSpeed's async_io and pin_memory, which it uses, compiling them if needed.
 
-    ``who`` is named in messages.
+    Ends the world if one takes longer than ``LOAD_LIMIT_S``. ``who`` is named in messages.
 
     Raises:
-        ConfigError: if it cannot be compiled.
+        ConfigError: if one cannot be compiled.
     """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
-    builder = AsyncIOBuilder()
-    folder = Path(_get_build_directory(builder.name, False))
-    log.info(
-        "loading DeepSpeed's async_io; its first use compiles it, which takes minutes: %s", folder
-    )
-    hint = f"if no other job is compiling it, remove {folder}"
-    try:
-        with time_limit("DeepSpeed's async_io", LOAD_LIMIT_S, hint, who):
-            wait_for_compiler(folder / "lock")
-            builder.load(verbose=False)
-    except (RuntimeError, OSError, ImportError) as error:
-        raise ConfigError(
-            "offload to nvme: DeepSpeed's async_io cannot be built "
-            f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
-            "of libaio (Debian: libaio-dev, Red Hat: libaio-devel); or offload to cpu"
-        ) from None
+    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):  # the order in which DeepSpeed loads
+        library = f"DeepSpeed's {builder.name}"
+        folder = Path(_get_build_directory(builder.name, False))
+        log.info("loading %s; its first use compiles it, which takes minutes: %s", library, folder)
+        hint = f"if no other job is compiling it, remove {folder}"
+        try:
+            with time_limit(library, LOAD_LIMIT_S, hint, who):
+                wait_for_compiler(folder / "lock")
+                builder.load(verbose=False)
+        except (RuntimeError, OSError, ImportError) as error:
+            raise ConfigError(
+                f"offload to nvme: {library} cannot be built "
+                f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
+                "of libaio (Debian: libaio-dev, Red Hat: libaio-devel); or offload to cpu"
+            ) from None
 
 
 def wait_for_compiler(

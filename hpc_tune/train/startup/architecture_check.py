@@ -426,9 +426,9 @@ class _Trial:
 
     def check_stages(self) -> str:
         built = self.build()
-        if staging_problems(built.config, 2, 1):
-            return ""  # refused elsewhere, with a reason
         blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
+        if staging_problems(built.config, said, 2, 1):
+            return ""  # refused elsewhere, with a reason
         if blocks != said:  # LongCat's blocks have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {said} layers"
         plan = StepPlan.for_model(built, Layout(1, 1, pipeline=2), ParallelConfig())

@@ -215,18 +215,18 @@ ROOM, MIB = 1 << 30, 1 << 20
     ],
 )
 def test_how_much_is_copied_for_a_save(wanted, total, on_device, copied):
-    assert choose_staging_bytes(wanted, total, on_device, lambda size, why: size <= ROOM) == copied
+    assert choose_staging_bytes(wanted, total, on_device, lambda size: size <= ROOM) == copied
 
 
 def test_nothing_is_copied_where_there_is_no_memory():
-    assert choose_staging_bytes("auto", ROOM, True, lambda size, why: False) == 0
+    assert choose_staging_bytes("auto", ROOM, True, lambda size: False) == 0
 
 
 def test_copies_need_no_more_memory_than_the_last_save_has_left():
     asked = []
-    found = choose_staging_bytes("auto", 5, True, lambda size, why: not asked.append(size), kept=3)
+    found = choose_staging_bytes("auto", 5, True, lambda size: not asked.append(size), kept=3)
     assert (found, asked) == (5, [2])
-    assert choose_staging_bytes("auto", 5, True, lambda size, why: size == 0, kept=9) == 5
+    assert choose_staging_bytes("auto", 5, True, lambda size: size == 0, kept=9) == 5
 
 
 def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):

@@ -158,7 +158,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
 ):
     host.used = used_mib * MIB
     watching = MemoryMonitor(None, mode=mode, pids=[1, 2, 3, 4])
-    assert watching.can_allocate(asked_mib * MIB, "a copy") is admitted
+    assert watching.can_allocate(asked_mib * MIB) is admitted
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from transformers import FalconConfig, LlamaConfig
+from transformers import FalconConfig, LlamaConfig, LongcatFlashConfig
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
@@ -112,6 +112,14 @@ def test_all_that_a_model_cannot_do_is_said_at_once():
     assert "use 1, 2, 4, 8, 16, 32" in str(caught.value)
     assert "makes 40 stages of 32 decoder blocks; use at most 32 stages" in str(caught.value)
     check_layout(Layout(1, 1, 4, 8), ParallelConfig(), LlamaConfig())
+
+
+def test_more_stages_than_blocks_of_two_layers_each_are_refused():
+    model = LongcatFlashConfig(num_layers=2)
+    assert model.num_hidden_layers == 4
+    with pytest.raises(ConfigError, match="makes 4 stages of 2 decoder blocks; use at most 2"):
+        check_layout(Layout(1, 1, 1, 4), ParallelConfig(), model)
+    check_layout(Layout(1, 1, 1, 2), ParallelConfig(), model)
 
 
 def test_a_family_without_a_plan_is_refused():

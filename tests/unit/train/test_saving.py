@@ -150,7 +150,7 @@ def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_pat
         made.extend([True] * pin_memory)
         return empty(*args, **more)
 
-    def admit(num_bytes, why):
+    def admit(num_bytes):
         asked.append(num_bytes)
         return num_bytes <= room[0]
 
