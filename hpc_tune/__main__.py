@@ -39,9 +39,9 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses t
     except Exception as error:
         if isinstance(error, OSError) and _is_stdout_broken():
             return _report_broken_stdout(error)
-        from hpc_tune.packages import why_import_failed
+        from hpc_tune.packages import explain_import_failure
 
-        why = why_import_failed(error)
+        why = explain_import_failure(error)
         if why is not None:
             sys.stderr.write("hpc_tune: %s\n" % why)
             return EXIT_USER_ERROR

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 
 IGNORED_LABEL = -100
 
@@ -23,7 +23,7 @@ class PreferencePairs:
     A pair is two documents of one row, the chosen answer before the rejected one, both after the
     same prompt. Rows of labeled answers are pairs without a second document.
     ``num_loss_tokens_P2``: tokens with loss of each document, int64. ``reference_log_probs_P2``:
-    summed log-probabilities under the reference, fp32, zeros without a reference. ``desirable_P``:
+    summed log-probabilities under the reference, fp32, zeros without a reference. ``is_desirable_P``:
     the labels of labeled answers, bool; empty for pairs. ``kl``: the step's mean difference to the
     reference on mismatched answers, not below 0. ``num_own_loss_tokens_P2``: if ranks share rows,
     the part of ``num_loss_tokens_P2`` on this rank; else None.
@@ -31,7 +31,7 @@ class PreferencePairs:
 
     num_loss_tokens_P2: torch.Tensor
     reference_log_probs_P2: torch.Tensor
-    desirable_P: torch.Tensor
+    is_desirable_P: torch.Tensor
     kl: float = 0.0
     num_own_loss_tokens_P2: torch.Tensor | None = None
 
@@ -39,13 +39,13 @@ class PreferencePairs:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
         own = () if self.num_own_loss_tokens_P2 is None else (self.num_own_loss_tokens_P2,)
-        return self.num_loss_tokens_P2, self.reference_log_probs_P2, self.desirable_P, *own
+        return self.num_loss_tokens_P2, self.reference_log_probs_P2, self.is_desirable_P, *own
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return a copy with ``change`` applied to each tensor."""
-        num_loss_tokens_P2, reference_log_probs_P2, desirable_P, *own = map(change, self.tensors)
+        num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, *own = map(change, self.tensors)
         return PreferencePairs(
-            num_loss_tokens_P2, reference_log_probs_P2, desirable_P, self.kl, *own
+            num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, self.kl, *own
         )
 
 
@@ -92,7 +92,7 @@ class Batch:
         return self.num_loss_tokens if self.pairs is None else len(self.pairs.num_loss_tokens_P2)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> DataForm:
         """What the rows contain."""
         if self.pairs is None:
             return "answers"
@@ -144,21 +144,21 @@ class Batch:
 
     def _map_tensors(
         self,
-        token_wise: Callable[[torch.Tensor], torch.Tensor],
+        change_tokens: Callable[[torch.Tensor], torch.Tensor],
         other: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
-        """Return a copy with ``token_wise`` applied to tensors of shape BT, ``other`` to the rest.
+        """Return a copy with ``change_tokens`` applied to tensors of shape BT, ``other`` to the rest.
 
         A mismatched batch has its own ``pairs``: the same with other numbers of tokens.
         """
-        tokens_BT, labels_BT, positions_BT = map(token_wise, self.tensors)
+        tokens_BT, labels_BT, positions_BT = map(change_tokens, self.tensors)
         return replace(
             self,
             tokens_BT=tokens_BT,
             labels_BT=labels_BT,
             positions_BT=positions_BT,
             pairs=self.pairs and self.pairs.map_tensors(other),
-            mismatched=self.mismatched and self.mismatched._map_tensors(token_wise, other),
+            mismatched=self.mismatched and self.mismatched._map_tensors(change_tokens, other),
             weights_N=None if self.weights_N is None else other(self.weights_N),
         )
 
@@ -181,7 +181,7 @@ def costliest_batch(num_rows: int, seq_len: int) -> Batch:
     )
 
 
-def padding_batch(first_row: int, form: Form = "answers") -> Batch:
+def padding_batch(first_row: int, form: DataForm = "answers") -> Batch:
     """Return a row of one token without a label, for a rank that only joins collectives.
 
     It changes no result. Like other batches of ``form``, it may have ``pairs`` (zero of them) and

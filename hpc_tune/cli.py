@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]
-        if not _runs_here(options.command):
+        if not _runs_on_this_rank(options.command):
             return EXIT_DONE
         if not rank_hint(os.environ):
             for warning in find_shadowing_packages():
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if first not in (*COMMANDS, "-h", "--help", "--version"):
         if first and not first.startswith("-") and "=" not in first:
             known = ", ".join(COMMANDS)
-            hint = config_flag_hint(first) or _did_you_mean(first, COMMANDS)
+            hint = config_flag_hint(first) or _suggest_name(first, COMMANDS)
             raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
         arguments.insert(0, "train")
     # argparse reads only one group of settings; settings after another option are in ``rest``.
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-") or not takes_settings]
     if unknown:
         hint = "; settings are written key=value, as train.seed=7" if takes_settings else ""
-        near = _did_you_mean(unknown[0], dict(COMMANDS[options.command][1]))
+        near = _suggest_name(unknown[0], dict(COMMANDS[options.command][1]))
         raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
@@ -98,7 +98,7 @@ def _data_settings(options: argparse.Namespace) -> list[str]:
     return [] if named is None else [f"data.path={named}"]
 
 
-def _runs_here(command: str) -> bool:
+def _runs_on_this_rank(command: str) -> bool:
     """Return whether this process runs the command; most commands run in one process only.
 
     Raises:
@@ -161,7 +161,7 @@ def _build_parser() -> _Parser:
     return parser
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
+def _suggest_name(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1)
     if near and word.startswith("-") and not near[0].startswith("-"):
         return f"; {near[0].upper()} is given without a name"

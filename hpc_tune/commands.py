@@ -381,13 +381,13 @@ def plan(options: Namespace) -> int:
         plan_to_json,
         plan_to_lines,
     )
-    from hpc_tune.plan.resolve import why_rows_too_long
+    from hpc_tune.plan.resolve import explain_too_long_rows
     from hpc_tune.train.sources import describe_planned_sources
 
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
-    on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
-    machine, assumed = requested_machine(config.job, *named_machine, on_cpus)
+    uses_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
+    machine, assumed = requested_machine(config.job, *named_machine, uses_cpus)
     if assumed:
         log.info("assumed, since it is not specified: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":
@@ -420,7 +420,7 @@ def plan(options: Namespace) -> int:
     if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     if config.tune.form != "pairs":
-        for too_long in why_rows_too_long(config.model, config.data.seq_len):
+        for too_long in explain_too_long_rows(config.model, config.data.seq_len):
             log.warning("%s", too_long)
     lines = plan_to_lines(planned, advice)
     lines += describe_planned_sources(config.data, config.train, config.batch.global_size)
@@ -444,7 +444,7 @@ def export(options: Namespace) -> int:
     """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.gguf_file import export_gguf
-    from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest
+    from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest_checkpoint
     from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
@@ -459,7 +459,7 @@ def export(options: Namespace) -> int:
         to_one = export_merged if options.to == "merged" else export_gguf
         return to_one(*what, DTYPES.get(options.dtype))
 
-    print(retry_with_newest(run, options.run, export_it))
+    print(retry_with_newest_checkpoint(run, options.run, export_it))
     return EXIT_DONE
 
 
@@ -496,9 +496,9 @@ def inspect(options: Namespace) -> int:
     """List and check the checkpoints of a run, or describe a prepared .h5 file."""
     path = Path(options.run)
     if is_prepared(options.run):
-        from hpc_tune.data.show import describe_prepared
+        from hpc_tune.data.show import describe_prepared_file
 
-        lines, is_valid = describe_prepared(path)
+        lines, is_valid = describe_prepared_file(path)
     else:
         from hpc_tune.checkpoint.locate import describe_checkpoints, diff_settings
 

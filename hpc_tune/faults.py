@@ -15,7 +15,7 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
-def _return_same(level: str) -> str:
+def _return_level(level: str) -> str:
     return level
 
 
@@ -47,7 +47,7 @@ class Faults:
     at: Callable[[FaultPoint, int], None] = _do_nothing
     compute: Callable[[int], None] = _do_nothing
     write: Callable[[int, Set[int]], None] = _do_nothing
-    level: Callable[[str], str] = _return_same
+    level: Callable[[str], str] = _return_level
     device: Any = None
     sample_s: float | None = None
     offloads_without_gpu: bool = False

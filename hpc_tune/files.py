@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM)
-OUT_OF_FILES_ERRNOS = (errno.EMFILE, errno.ENFILE)
+FILE_LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
 def is_permission_error(number: int | None) -> bool:
@@ -98,7 +98,7 @@ def raise_if_out_of_files(error: BaseException) -> None:
     Call it where a file that cannot be opened counts as empty: such an error says nothing about the
     file.
     """
-    if isinstance(error, OSError) and error.errno in OUT_OF_FILES_ERRNOS:
+    if isinstance(error, OSError) and error.errno in FILE_LIMIT_ERRNOS:
         raise error
 
 
@@ -190,7 +190,7 @@ _LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
 _ANNEX_PATH = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
 
 
-def why_pointer_file(file: Path) -> str | None:
+def explain_pointer_file(file: Path) -> str | None:
     """Return why a file is only a pointer to its content, and what to do; None if it is not one.
 
     A dangling link of git-annex counts as a pointer; a file that cannot be read does not.

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint.locate import LocatedCheckpoint, locate, require_base, retry_with_newest
+from hpc_tune.checkpoint.locate import (
+    LocatedCheckpoint,
+    locate,
+    require_base,
+    retry_with_newest_checkpoint,
+)
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end_token
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.fields import WrongRecord, json_type_name
-from hpc_tune.data.records import Chat, NotLearned, to_example
+from hpc_tune.data.records import Chat, NoLearnedTextError, to_example
 from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, resolve_dtype
@@ -69,7 +74,7 @@ def read_chat(
 def _parse_chat(record: dict[str, Any], where: str) -> Chat:
     try:
         found = to_example(record)
-    except (WrongRecord, NotLearned) as error:
+    except (WrongRecord, NoLearnedTextError) as error:
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(found, Chat):
         raise ConfigError(
@@ -109,7 +114,7 @@ def _read_stdin() -> str:
 def generate_answer(
     run: Path | None,
     model: Path | None,
-    with_adapter: bool,
+    uses_adapter: bool,
     chat: Chat,
     max_tokens: int,
     temperature: float,
@@ -129,11 +134,14 @@ def generate_answer(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
     directory = model
-    trained = locate(run, model) if run is not None else None
-    if trained is not None:
-        directory, dtype_name = require_base(trained, "--model"), trained.config.model.dtype
-        template = trained.template
-        tune = trained.config.tune if with_adapter else tune
+    trained_checkpoint = locate(run, model) if run is not None else None
+    if trained_checkpoint is not None:
+        directory, dtype_name = (
+            require_base(trained_checkpoint, "--model"),
+            trained_checkpoint.config.model.dtype,
+        )
+        template = trained_checkpoint.template
+        tune = trained_checkpoint.config.tune if uses_adapter else tune
     if directory is None:
         raise ConfigError("generate needs --run RUN or --model DIR")
     dtype = resolve_dtype(dtype_name, device)
@@ -141,13 +149,15 @@ def generate_answer(
     tokenizer.chat_template = template or tokenizer.chat_template
     refuse_syntax_errors(tokenizer.chat_template, str(run if template else directory))
     ids_BT = _encode(tokenizer, chat).to(device)
-    built = _build(trained, directory, dtype, tune, ids_BT.shape[1] + max_tokens)
+    built = _build(trained_checkpoint, directory, dtype, tune, ids_BT.shape[1] + max_tokens)
     allocate(built.module, device)
     load_weights(built)
-    if trained is not None and run is not None and with_adapter:
-        retry_with_newest(trained, run, partial(load_trained_parameters, built))
+    if trained_checkpoint is not None and run is not None and uses_adapter:
+        retry_with_newest_checkpoint(
+            trained_checkpoint, run, partial(load_trained_parameters, built)
+        )
     lm = built.module.causal_lm().to(dtype).eval()
-    ends = _stop_token_ids(tokenizer, directory)
+    eos_token_ids = _stop_token_ids(tokenizer, directory)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"temperature": temperature} if temperature else {}
     out_BT = lm.generate(
@@ -155,38 +165,40 @@ def generate_answer(
         attention_mask=torch.ones_like(ids_BT),
         max_new_tokens=max_tokens,
         use_cache=True,
-        eos_token_id=ends,
+        eos_token_id=eos_token_ids,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         do_sample=bool(temperature),
         **sampling,
     )
-    return _decode_answer(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
+    return _decode_answer(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), eos_token_ids)
 
 
 def _build(
-    trained: LocatedCheckpoint | None,
+    trained_checkpoint: LocatedCheckpoint | None,
     directory: Path,
     dtype: torch.dtype,
     tune: TuneConfig,
-    longest: int,
+    max_seq_len: int,
 ) -> BuiltModel:
-    """Build the model for a text of ``longest`` tokens; a run's, with its scaled positions."""
-    rope_scaling = None if trained is None else trained.config.model.rope_scaling
+    """Build the model for a text of ``max_seq_len`` tokens; a run's, with its scaled positions."""
+    rope_scaling = (
+        None if trained_checkpoint is None else trained_checkpoint.config.model.rope_scaling
+    )
     built = build(directory, dtype, tune, seed=0, rope_scaling=rope_scaling)
     if not isinstance(built.config, built.module.causal_lm().config_class):
         raise ConfigError(
             f"transformers generates with a {built.config.model_type} model only as a whole: "
             "export it with --to merged, and generate with that in transformers"
         )
-    if trained is None:
+    if trained_checkpoint is None:
         return built
-    scaled_for = trained.state.scaled_for or trained.config.data.seq_len
-    return replace(built, seq_len=max(scaled_for, longest))
+    scaled_for = trained_checkpoint.state.scaled_for or trained_checkpoint.config.data.seq_len
+    return replace(built, seq_len=max(scaled_for, max_seq_len))
 
 
-def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
+def _decode_answer(tokenizer: Any, ids: list[int], eos_token_ids: Collection[int]) -> str:
     """Decode an answer up to its end token; other special tokens, as of tool calls, are kept."""
-    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    stop = next((place for place, token in enumerate(ids) if token in eos_token_ids), len(ids))
     text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()
 

@@ -115,7 +115,7 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     return found
 
 
-def not_in_cache_hint(name: str, kind: HubKind) -> str:
+def missing_snapshot_hint(name: str, kind: HubKind) -> str:
     """Return a hint that a name is not in the cache either; "" if it is not a name of the hub."""
     if not _HUB_NAME.fullmatch(name):
         return ""

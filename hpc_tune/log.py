@@ -1,7 +1,7 @@
 """Rank-aware logging and the progress display.
 
 Rank 0 logs for all: ``log.info`` prints only there. A warning is printed by each rank that logs it,
-with its rank, but only by rank 0 with ``extra=SAME_ON_ALL_RANKS``, for warnings that all ranks
+with its rank, but only by rank 0 with ``extra=LOG_ON_RANK_0_ONLY``, for warnings that all ranks
 have. Everything goes to stderr, so that a command's result on stdout can be piped. In a run each
 rank also logs to a file, with a time on every line.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger("hpc_tune")
 _NOISY_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 # This advises packages that would be faster on a GPU; only rank 0 prints it.
 _ADVICE_LOGGERS = ("transformers.integrations.hub_kernels",)
-SAME_ON_ALL_RANKS = {"of_all": True}
+LOG_ON_RANK_0_ONLY = {"of_all": True}
 PROGRESS_LINE_EVERY_S = 10.0
 
 

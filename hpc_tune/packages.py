@@ -25,7 +25,7 @@ _PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with o
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
-def why_import_failed(error: BaseException) -> str | None:
+def explain_import_failure(error: BaseException) -> str | None:
     """Explain which package an import error is about and what to do; None for other errors."""
     if not isinstance(error, ImportError) and not _was_raised_in_import(error):
         return None

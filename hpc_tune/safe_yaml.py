@@ -67,15 +67,15 @@ def _num_values(node: Any, known: dict[int, float], level: int) -> float:
     return known[id(node)]
 
 
-def load_yaml(text: str, as_text: bool = False) -> Any:
-    """Return the value of a YAML text; with ``as_text`` all its scalars except null are text.
+def load_yaml(text: str, scalars_as_text: bool = False) -> Any:
+    """Return the value of a YAML text; with ``scalars_as_text`` all its scalars except null are text.
 
     Raises:
         ValueError: if it is not YAML, has a duplicate key, or is too large or too deep; the message
             is one line, with the position if known.
     """
     try:
-        return yaml.load(text, _TextLoader if as_text else _Loader)
+        return yaml.load(text, _TextLoader if scalars_as_text else _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""

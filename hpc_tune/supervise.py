@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from hpc_tune.cluster.launchers import why_command_failed
+from hpc_tune.cluster.launchers import explain_command_failure
 from hpc_tune.cluster.nodes import JobNodes, LauncherOutputParser, find_lost_hosts
-from hpc_tune.cluster.schedulers import find_job, find_job_end_s, leave_before_s
+from hpc_tune.cluster.schedulers import find_job, find_job_end_s, read_exit_margin_s
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.load import mask_secrets
 from hpc_tune.errors import (
@@ -57,19 +57,19 @@ _LINGER_S, _FAILED_LAUNCHER_LINGER_S = 60.0, 15.0
 _OUTCOME_WAIT_S = 5.0
 # How long before the end of the job the ranks are asked to stop, if no scheduler has done it and
 # the script sets no other time. A run that needs longer to save stops earlier by itself.
-_ASK_TO_STOP_BEFORE_END_S = 60.0
+_STOP_REQUEST_MARGIN_S = 60.0
 # How long before the end of the job the ranks are killed, to requeue it in time.
-_KILL_BEFORE_END_S = 15.0
+_KILL_MARGIN_S = 15.0
 _POLL_S = 0.2
 _LAST_OUTPUT_WAIT_S = 2.0  # to read the last output of a launcher
 _REQUEUE_LIMIT_S = 30.0
-_PREEMPTED = "preemption"
+_PREEMPTION = "preemption"
 _SENT_BY_LAUNCHER_SUFFIX = " to the ranks alone"
-_REFUSED = "refused"  # before the run directory was locked
+_REFUSED_STATUS = "refused"  # before the run directory was locked
 # Exit codes after a signal: while the ranks import, or before their first line of Python, as
 # reported for a child process or by a shell.
 _EARLY_EXIT_CODES = (EXIT_RESUMABLE, -signal.SIGUSR1, 128 + signal.SIGUSR1)
-_OUTSIDE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
+_EXTERNAL_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 NextStep = Literal["done", "again", "requeue", "give up"]
 
@@ -107,12 +107,12 @@ def decide_next(
     left_s: float | None,
     can_requeue: bool,
     spares: int = 0,
-    why_too_few_nodes: str | None = None,
+    node_shortage: str | None = None,
 ) -> tuple[NextStep, str]:
     """Return what to do after the last of ``starts``, and why.
 
     ``left_s`` is the time left to the job, None without a limit. ``spares``: the number of spare
-    nodes that the job had; ``why_too_few_nodes``: why it cannot continue with the remaining nodes.
+    nodes that the job had; ``node_shortage``: why it cannot continue with the remaining nodes.
     """
     last = starts[-1]
     if last.status == "done":
@@ -121,7 +121,7 @@ def decide_next(
         return "requeue", f"cannot run on {last.missing} fewer nodes: {last.reason}"
     if last.exit_code == EXIT_USER_ERROR:
         return "give up", f"restarting would not help: {last.reason}"
-    if last.reason in ("STOP file", *_OUTSIDE_SIGNALS):
+    if last.reason in ("STOP file", *_EXTERNAL_SIGNALS):
         return "give up", f"it was asked to stop ({last.reason})"
     barren = _starts_without_progress(starts)
     # An error that the user must fix is not a crash, such as a run directory that is in use.
@@ -133,16 +133,16 @@ def decide_next(
     if len(barren) >= MAX_MEMORY_RESTARTS:
         return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
     if not last.asked and (left_s is None or left_s > MIN_JOB_TIME_LEFT_S):
-        if why_too_few_nodes is None:
+        if node_shortage is None:
             return "again", last.reason
-        return "requeue" if can_requeue else "give up", why_too_few_nodes
+        return "requeue" if can_requeue else "give up", node_shortage
     if not can_requeue:
         return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
     if jobs >= MAX_REQUEUES:
         why = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
         return "give up", why
-    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "time limit reached"
+    return "requeue", _PREEMPTION if last.reason == _PREEMPTION else "time limit reached"
 
 
 def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]:
@@ -151,21 +151,21 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
 
 
 def find_ending(
-    told: Mapping[str, Any], launcher: str, code: int, accuses: bool
+    told: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
     They are what its ranks ``told`` (``outcome.read_ending``, or nothing), or else follow from the
-    launcher's exit code. ``accuses``: the launcher names nodes that are lost or whose ranks died.
+    launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose ranks died.
     """
     if code == EXIT_USER_ERROR and told.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
-        return _REFUSED, "the start was refused, see the message above", code, ""
+        return _REFUSED_STATUS, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
     if told:
         return told["status"], told["reason"], told["exit_code"], str(told.get("error", ""))
     is_early = code in _EARLY_EXIT_CODES
-    if is_early and not accuses:
+    if is_early and not blames_nodes:
         return "stopped", "a signal while it started", positive, ""
     reason = f"{launcher} exited with code {code}, and there is no outcome.json"
     # If the launcher accuses a node, it has itself ended the other ranks by that signal.
@@ -201,7 +201,7 @@ class Supervisor:
         if job is not None and not self._requeue:
             self._requeue = list(job.scheduler.requeue_command(job.id))
         self._end_s = find_job_end_s(environ, asks_scheduler=True)
-        self._leave_before_s = leave_before_s(environ, _ASK_TO_STOP_BEFORE_END_S)
+        self._leave_before_s = read_exit_margin_s(environ, _STOP_REQUEST_MARGIN_S)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._stop_signal: int | None = None
 
@@ -217,7 +217,7 @@ class Supervisor:
                 "ranks, such as srun or 'mpirun -np 16'. Load the module that has it, or give its "
                 "full path"
             )
-        for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _OUTSIDE_SIGNALS)):
+        for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _EXTERNAL_SIGNALS)):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
             signal.signal(number, self._on_signal)
@@ -228,7 +228,7 @@ class Supervisor:
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             start = self._run_once()
-            if start.status == _REFUSED:
+            if start.status == _REFUSED_STATUS:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER_ERROR
             if lost is not None:  # only now is it certain that the lost start had ended
@@ -253,12 +253,14 @@ class Supervisor:
     def _decide_next(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
         if self._end_s is not None:  # until a minute after the ranks would be asked to stop
-            left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_TO_STOP_BEFORE_END_S)
+            left_s = self._end_s - time.time() - (self._leave_before_s - _STOP_REQUEST_MARGIN_S)
         nodes = self._nodes
-        return decide_next(starts, left_s, bool(self._requeue), nodes.spares, nodes.why_too_few())
+        return decide_next(
+            starts, left_s, bool(self._requeue), nodes.spares, nodes.explain_node_shortage()
+        )
 
     def _describe_decision(self, last: StartRecord, following: NextStep, why: str) -> str:
-        if following != "give up" or last.reason not in _OUTSIDE_SIGNALS:
+        if following != "give up" or last.reason not in _EXTERNAL_SIGNALS:
             # The advice to rerun is dropped, since supervise does that itself.
             why = why.partition(". Rerun the same command")[0]
             word = "starting again, because" if following == "again" else f"{following}:"
@@ -295,12 +297,12 @@ class Supervisor:
         if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
         told = self._read_new_outcome(old_stamp)
-        accuses = bool(lines.find_suspects(False))
-        status, reason, exit_code, error = find_ending(told, self._argv[0], code, accuses)
-        if status == _REFUSED and (user := owner.find_owner(self._run_dir)) is not None:
+        blames_nodes = bool(lines.find_suspects(False))
+        status, reason, exit_code, error = find_ending(told, self._argv[0], code, blames_nodes)
+        if status == _REFUSED_STATUS and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
-        job_is_over = ("SIGUSR1", "time limit", _PREEMPTED)
+        job_is_over = ("SIGUSR1", "time limit", _PREEMPTION)
         asked = self._stop_signal == signal.SIGUSR1 or reason in job_is_over
         newest = _newest_step(self._run_dir)
         start = StartRecord(
@@ -336,7 +338,7 @@ class Supervisor:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
         has_report = bool(told)
         suspects = find_lost_hosts(told) | lines.find_suspects(has_report)
-        if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
+        if outcome.has_died_of_memory(outcome.read_heartbeats(self._run_dir)):
             suspects = {}  # no node is to blame: the next start uses less memory
         has_progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__
@@ -391,14 +393,14 @@ class Supervisor:
         """Return why the ranks ended; a signal is told apart by its sender."""
         if (
             self._stop_signal is not None
-            and signal.Signals(self._stop_signal).name in _OUTSIDE_SIGNALS
+            and signal.Signals(self._stop_signal).name in _EXTERNAL_SIGNALS
         ):
             return signal.Signals(self._stop_signal).name
         job = self._job
         if status != "done" and job is not None and job.scheduler.is_preempted(job.id):
-            return _PREEMPTED
+            return _PREEMPTION
         # A launcher that has lost a rank ends the others by such a signal; no user sent it.
-        return f"{reason}{_SENT_BY_LAUNCHER_SUFFIX}" if reason in _OUTSIDE_SIGNALS else reason
+        return f"{reason}{_SENT_BY_LAUNCHER_SUFFIX}" if reason in _EXTERNAL_SIGNALS else reason
 
     def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", old_stamp: object) -> int:
         """Wait for the launcher, but for a limited time once outcome.json is written."""
@@ -414,7 +416,7 @@ class Supervisor:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
             lingers = ended_s is not None and now_s - ended_s > linger_s
-            is_over = left_s is not None and left_s < _KILL_BEFORE_END_S
+            is_over = left_s is not None and left_s < _KILL_MARGIN_S
             if lingers or is_over:
                 why = "the job's time limit is reached" if is_over else "its ranks have exited"
                 log.warning("killed %s: %s", self._argv[0], why)
@@ -440,7 +442,9 @@ class Supervisor:
         try:
             subprocess.run(self._requeue, check=True, timeout=_REQUEUE_LIMIT_S)
         except (OSError, subprocess.SubprocessError) as error:
-            log.error("the job cannot be requeued (%s): submit it again", why_command_failed(error))
+            log.error(
+                "the job cannot be requeued (%s): submit it again", explain_command_failure(error)
+            )
         return EXIT_RESUMABLE
 
 

@@ -97,7 +97,7 @@ def format_energy(joules: float) -> str:
     return f"{joules:.{_num_decimals(joules)}f} J"
 
 
-def count_of(number: int, noun: str) -> str:
+def format_quantity(number: int, noun: str) -> str:
     """Format a number with its noun, such as ``"1 rank"`` or ``"3 ranks"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

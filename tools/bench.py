@@ -50,11 +50,11 @@ from typing import Any
 
 from bench_shape import run_shape
 from bench_train import PEERS, ROOT, run_train
-from bench_watch import WARM, launch, steps_of, watched
+from bench_watch import WARM, launch, run_watched, steps_of
 
 from hpc_tune.errors import DataError
 
-WORTH = 0.5  # more ranks are advised if each added one brings at least half of its share
+MIN_GAIN_SHARE = 0.5  # more ranks are advised if each added one brings at least half of its share
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
             config = ["--config", str(Path(asked.config).resolve())] if asked.config else []
             words = [f"run.dir={out / 'run'}", f"train.max_steps={asked.steps}", *asked.settings]
             command = [*launch(ranks), sys.executable, "-m", "hpc_tune", *config, *words]
-            watched(command, out, "cpu")
+            run_watched(command, out, "cpu")
             steps = steps_of(out / "run")[WARM:]
             step_s = sum(step["step_s"] for step in steps)
             comm_share = sum(step["comm_s"] for step in steps) / step_s
@@ -112,7 +112,7 @@ def scale_table(found: Mapping[int, tuple[float, float]]) -> Iterator[str]:
     best, more = few, few
     for before, ranks in zip(list(found), list(found)[1:], strict=False):
         gain = found[ranks][0] / found[before][0] - 1
-        if gain < WORTH * (ranks / before - 1):
+        if gain < MIN_GAIN_SHARE * (ranks / before - 1):
             more = ranks
             break
         best = more = ranks

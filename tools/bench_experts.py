@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from bench_watch import DISTURBED, read_others, share_between
+from bench_watch import DISTURBED_SHARE, read_others, share_between
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,14 +48,17 @@ TUNES: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
 }
 CPU = torch.device("cpu")
-OURS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_CACHE_SIZE), "LRU_CACHE_CAPACITY": "1"}
+OUR_VARIABLES = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_CACHE_SIZE),
+    "LRU_CACHE_CAPACITY": "1",
+}
 VOCABULARY = 1024
 WARM_UP = 3  # rounds that do not count
 Step = Callable[[Any], torch.Tensor]  # the loss of a row of tokens
 
 
 @dataclass(frozen=True)
-class Found:
+class ExpertTimings:
     """For each round: tokens per CPU second of both, and the share of the cores others took."""
 
     stock: list[float]
@@ -68,7 +71,7 @@ class Found:
         ratios = [mine / theirs for mine, theirs in zip(self.ours, self.stock, strict=True)]
         theirs, mine, ratio = map(statistics.median, (self.stock, self.ours, ratios))
         mib = " | ".join(f"{kept / 2**20:.0f} MiB" for kept in self.kept)
-        disturbed = sum(share > DISTURBED for share in self.others)
+        disturbed = sum(share > DISTURBED_SHARE for share in self.others)
         return (
             f"{theirs:.0f} | {mine:.0f} | {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
             f"{mib} | {disturbed} of {len(ratios)} |"
@@ -104,16 +107,16 @@ def main() -> int:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         for dtype in asked.dtype:
             for kind in asked.kind:
-                found = _measured(Path(folder), dtype, kind, asked.tokens, asked.rounds)
+                found = _measure(Path(folder), dtype, kind, asked.tokens, asked.rounds)
                 print(f"| {kind} | {dtype} | {found.row()}", flush=True)
     return 0
 
 
-def _measured(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int) -> Found:
+def _measure(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int) -> ExpertTimings:
     """Run rounds of both in turn, in reversed order each time."""
     sides = {who: _start(who, folder, dtype, kind, num_tokens) for who in ("stock", "ours")}
     kept = {who: side.recv() for who, side in sides.items()}
-    found = Found([], [], [], (kept["stock"], kept["ours"]))
+    found = ExpertTimings([], [], [], (kept["stock"], kept["ours"]))
     for number in range(WARM_UP + rounds):
         before = read_others()
         speeds = {}
@@ -137,7 +140,9 @@ def _start(who: str, folder: Path, dtype: str, kind: str, num_tokens: int) -> Co
         target=_serve, args=(theirs, who, folder, dtype, kind, num_tokens), daemon=True
     )
     before = dict(os.environ)
-    os.environ.update(OURS if who == "ours" else {})  # libraries read it when they are loaded
+    os.environ.update(
+        OUR_VARIABLES if who == "ours" else {}
+    )  # libraries read it when they are loaded
     process.start()
     os.environ.clear()
     os.environ.update(before)
@@ -152,8 +157,8 @@ def _serve(
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     tune = TuneConfig(**{"method": "lora", "rank": 16, "alpha": 32, **TUNES[kind]})
-    step = (_ours if who == "ours" else _stock)(folder, DTYPES[dtype], tune)
-    pipe.send(_kept_by(step, _row(0, num_tokens)))
+    step = (_make_our_step if who == "ours" else _make_stock_step)(folder, DTYPES[dtype], tune)
+    pipe.send(_count_kept_bytes(step, _row(0, num_tokens)))
     while (number := pipe.recv()) is not None:
         row = _row(number, num_tokens)
         began_s = time.process_time()
@@ -165,7 +170,7 @@ def _row(number: int, num_tokens: int) -> Any:
     return np.random.default_rng(number).integers(0, VOCABULARY, num_tokens)
 
 
-def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
+def _make_stock_step(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     is_full = tune.method == "full"
     stock: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32 if is_full else dtype
@@ -183,7 +188,7 @@ def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     return loss
 
 
-def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
+def _make_our_step(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     built = build(folder, dtype, tune, 0)
     use_faster_layers(built.module, list(find_blocks(built.module)), False, dtype, CPU)
     allocate(built.module, CPU)
@@ -198,7 +203,7 @@ def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     return loss
 
 
-def _kept_by(step: Step, row: Any) -> int:
+def _count_kept_bytes(step: Step, row: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass, weights included."""
     kept: dict[int, int] = {}
 

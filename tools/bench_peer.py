@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Row = dict[str, list[int]]
 
 
-class Counting(Trainer):
+class CountingTrainer(Trainer):
     """Counts the tokens that are not padding, and the seconds of saves."""
 
     num_tokens = 0
@@ -47,12 +47,12 @@ class Counting(Trainer):
         self.save_s += time.perf_counter() - began_s
 
 
-class Lines(TrainerCallback):
+class StepLineWriter(TrainerCallback):
     """Writes a line per optimizer step."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
-        self.trainer: Counting | None = None
+        self.trainer: CountingTrainer | None = None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Write what has been done so far."""
@@ -135,8 +135,8 @@ def main() -> None:
     model = load(settings)
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    lines = Lines(out / f"{os.environ.get('RANK', '0')}.jsonl")
-    trainer = Counting(
+    lines = StepLineWriter(out / f"{os.environ.get('RANK', '0')}.jsonl")
+    trainer = CountingTrainer(
         model=get_peft_model(model, lora),
         args=arguments,
         train_dataset=rows,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_watch import RUN_LIMIT_S, WARM, ceiling_of, launch, watched
+from bench_watch import RUN_LIMIT_S, WARM, ceiling_of, launch, run_watched
 
 from hpc_tune.memory.host import find_host_limit
 
@@ -20,7 +20,7 @@ METHOD = ["tune.method=lora", "tune.rank=16", "tune.alpha=32"]
 
 
 @dataclass(frozen=True)
-class Found:
+class ShapeSpeed:
     """What ``table`` shows; ``planned_bytes`` and ``device_bytes`` are None without a GPU."""
 
     tokens_per_s: float
@@ -46,21 +46,21 @@ def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
         program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(asked.steps)]
         where = [f"run.device={asked.device}", f"run.dir={Path(folder) / 'run'}"]
         command = [*launch(asked.ranks), *program, *words, *where]
-        seen = watched(command, Path(folder), "cpu")  # the allocator reports its own peak
+        seen = run_watched(command, Path(folder), "cpu")  # the allocator reports its own peak
         told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
     devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's ceiling covers all its cores
     ceiling = devices * ceiling_of(told["dtype"], asked.device)
     planned = planned_bytes(words, asked.ranks, told["device_total"])
     limit = ceiling / told["flops_per_token"]
-    found = Found(tokens_per_s, limit, seen.host_bytes, told["device_bytes"], planned)
+    found = ShapeSpeed(tokens_per_s, limit, seen.host_bytes, told["device_bytes"], planned)
     print(f"{asked.model} on {asked.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
     for line in table(found):
         print(line)
     return {"words": words, "ranks": asked.ranks, **vars(found), "ceiling": ceiling, **told}
 
 
-def table(found: Found) -> Iterator[str]:
+def table(found: ShapeSpeed) -> Iterator[str]:
     """Yield the lines to print for one model."""
     share = found.tokens_per_s / found.limit
     yield f"tokens/s     {found.tokens_per_s:.0f}, {share:.0%} of what matmuls would allow"

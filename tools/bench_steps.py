@@ -46,23 +46,23 @@ class RandomIndex(ShapeIndex):
     copy. What the model computes from them means nothing; how long it takes does.
     """
 
-    def __init__(self, known: ShapeIndex) -> None:
-        """Take the names and shapes from ``known``."""
+    def __init__(self, known_index: ShapeIndex) -> None:
+        """Take the names and shapes from ``known_index``."""
         super().__init__([])
-        self.shapes, self.dtypes = known.shapes, known.dtypes
+        self.shapes, self.dtypes = known_index.shapes, known_index.dtypes
         self._noise: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Fill a contiguous ``local``."""
-        if local.ndim == 1:
-            local.fill_(1.0)
+    def fill(self, local_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Fill a contiguous ``local_tensor``."""
+        if local_tensor.ndim == 1:
+            local_tensor.fill_(1.0)
             return
-        kind = local.dtype, local.device
+        kind = local_tensor.dtype, local_tensor.device
         if kind not in self._noise:
-            generator = torch.Generator(local.device).manual_seed(0)
-            noise = torch.empty(NOISE_VALUES, device=local.device)
-            self._noise[kind] = noise.normal_(0.0, STD, generator=generator).to(local.dtype)
-        for part in local.view(-1).split(NOISE_VALUES):
+            generator = torch.Generator(local_tensor.device).manual_seed(0)
+            noise = torch.empty(NOISE_VALUES, device=local_tensor.device)
+            self._noise[kind] = noise.normal_(0.0, STD, generator=generator).to(local_tensor.dtype)
+        for part in local_tensor.view(-1).split(NOISE_VALUES):
             part.copy_(self._noise[kind][: part.numel()])
 
     def forget(self) -> None:

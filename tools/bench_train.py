@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from bench_watch import (
-    DISTURBED,
+    DISTURBED_SHARE,
     RUN_LIMIT_S,
     WARM,
-    Watched,
+    WatchedRun,
     ceiling_of,
     launch,
     lines_of,
+    run_watched,
     share_between,
     steps_of,
     wait_for_quiet,
-    watched,
 )
 
 from hpc_tune.data.chunks import list_pydocs_modules, read_pydocs_module
@@ -38,11 +38,11 @@ ROOT = TOOLS.parent
 PEERS = ("ddp", "zero2", "zero3", "fsdp2")
 PEER_PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 RANK, ALPHA = 16, 32
-OURS = "hpc_tune"
+OUR_NAME = "hpc_tune"
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One run of one contender; None if not reported. ``tokens_per_s`` counts useful tokens.
 
     ``others_share``: the share of the cores that other processes took until the first step or
@@ -61,7 +61,7 @@ class Measured:
     grown: float | None = None
 
 
-Round = Mapping[str, Measured]  # by contender
+Round = Mapping[str, Measurement]  # by contender
 # What is compared: how to choose the best peer, and what to call it.
 COMPARED: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "tokens_per_s": (max, "the tokens per second"),
@@ -89,9 +89,9 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
             wait_for_quiet(asked.quiet_wait)
             ceilings.append(ceiling_of(asked.dtype, asked.device))
             found = contenders.round(number)
-            if asked.quiet_wait and (names := disturbed([found])):
+            if asked.quiet_wait and (names := find_disturbed_rounds([found])):
                 print(f"other processes took {names[1]}: repeating this round", flush=True)
-                found, other = quieter(found, contenders.round(number))
+                found, other = choose_quieter_round(found, contenders.round(number))
                 left_out.append(other)
             rounds.append(found)
         flops = _flops_per_token(asked)
@@ -109,15 +109,17 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(asked, name) for name in kept},
         "ceiling_flops_per_s": ceilings,
         "flops_per_token": flops,
-        "runs": _as_json(rounds),
+        "runs": _convert_rounds(rounds),
         "ratios": {name: ratios(rounds, name) for name in COMPARED},
-        "disturbed": disturbed(rounds),
-        "left_out": _as_json(left_out),
+        "disturbed": find_disturbed_rounds(rounds),
+        "left_out": _convert_rounds(left_out),
     }
 
 
-def _as_json(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [asdict(one) for one in runs] for name, runs in by_contender(rounds).items()}
+def _convert_rounds(rounds: Sequence[Round]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [asdict(one) for one in runs] for name, runs in group_by_contender(rounds).items()
+    }
 
 
 class _Contenders:
@@ -133,7 +135,7 @@ class _Contenders:
     ) -> None:
         self._asked, self._python, self._folder = asked, peer_python, folder
         self._prepared, self._tokens = prepared, tokens
-        self._names = [OURS, *asked.peers]
+        self._names = [OUR_NAME, *asked.peers]
 
     def round(self, number: int) -> Round:
         """Run each contender once: from first to last, in the next round from last to first."""
@@ -141,7 +143,7 @@ class _Contenders:
         for name in self._names[:: 1 if number % 2 == 0 else -1]:
             out = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
             wait_for_quiet(self._asked.quiet_wait)
-            if name == OURS:
+            if name == OUR_NAME:
                 run = _run_hpc_tune(self._asked, self._prepared, out)
             else:
                 try:
@@ -172,7 +174,7 @@ def _peer_python(work: Path) -> str:
     return str(python)
 
 
-def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measured:
+def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measurement:
     save_at = asked.steps // 2 if asked.save else None
     config = {
         "model": {"path": str(asked.model.resolve()), "dtype": asked.dtype},
@@ -187,7 +189,7 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
     (out / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # YAML reads JSON
     program = [sys.executable, "-m", "hpc_tune", "--config", str(out / "config.yaml")]
     command = [*launch(asked.ranks), *program, *asked.settings]
-    began, seen = time.time(), watched(command, out, asked.device)
+    began, seen = time.time(), run_watched(command, out, asked.device)
     steps = steps_of(out / "run")
     counted = steps[WARM:]
     events = lines_of(out / "run" / "events.jsonl")
@@ -197,7 +199,7 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
     # A row is written when its step has been done and reported.
     passed_s = steps[-1]["time"] - steps[WARM - 1]["time"] - (save_s or 0.0)
     times = [step["time"] for step in steps]
-    return Measured(
+    return Measurement(
         sum(step["tokens"] for step in counted) / passed_s,
         times[0] - began,
         seen.host_bytes,
@@ -206,17 +208,17 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
         save_s,
         sum(step["data_s"] for step in counted) / step_s,
         1.0 - step_s / passed_s,
-        _grown(events),
+        _find_memory_growth(events),
     )
 
 
-def _others_share(seen: Watched, began: float, times: Sequence[float]) -> float:
+def _others_share(seen: WatchedRun, began: float, times: Sequence[float]) -> float:
     """Return others' share until the first step was done or in the counted steps, if larger."""
     parts = ((began, times[0]), (times[WARM - 1], times[-1]))
     return max(share_between(seen.readings, *part) for part in parts)
 
 
-def _grown(events: Sequence[Mapping[str, Any]]) -> float | None:
+def _find_memory_growth(events: Sequence[Mapping[str, Any]]) -> float | None:
     """Return a rank's peak after the first step over the peak within it; None if not reported."""
     told = [event["phases"] for event in events if event["kind"] == "memory"]
     if not told or not {"first step", "steady"} <= set(told[0]):
@@ -227,7 +229,7 @@ def _grown(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _run_peer(
     asked: argparse.Namespace, mode: str, python: str, tokens: Path, out: Path
-) -> Measured:
+) -> Measurement:
     save_at = asked.steps // 2 if asked.save else None
     settings = {
         "model": str(asked.model.resolve()),
@@ -247,12 +249,12 @@ def _run_peer(
     command = [*program, str(TOOLS / "bench_peer.py"), str(out / "settings.json"), str(out)]
     # torchrun would give each rank one thread.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // asked.ranks))}
-    began, seen = time.time(), watched(command, out, asked.device, threads)
+    began, seen = time.time(), run_watched(command, out, asked.device, threads)
     ranks = [lines_of(out / f"{rank}.jsonl") for rank in range(asked.ranks)]
     first, last = ranks[0][WARM - 1], ranks[0][-1]
     tokens_done = sum(lines[-1]["tokens"] - lines[WARM - 1]["tokens"] for lines in ranks)
     save_s = last["save_s"] - first["save_s"]
-    return Measured(
+    return Measurement(
         tokens_done / (last["time"] - first["time"] - save_s),
         ranks[0][0]["time"] - began,
         seen.host_bytes,
@@ -318,7 +320,7 @@ def prepare(asked: argparse.Namespace, examples: list[Any], folder: Path) -> tup
         f"data.path={raw}",
         f"data.seq_len={asked.seq_len}",
     ]
-    watched([*command, *words], folder, "cpu")
+    run_watched([*command, *words], folder, "cpu")
     store = TokenStore.open(prepared)
     documents = []
     for number in range(store.num_documents):
@@ -352,7 +354,7 @@ def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
         )
         + f"{'others':>8}"
     )
-    for name, found in by_contender(rounds).items():
+    for name, found in group_by_contender(rounds).items():
         one, speeds = _median(found), [each.tokens_per_s for each in found]
         spread = f"{min(speeds):.0f}-{max(speeds):.0f}"
         yield (
@@ -370,11 +372,11 @@ def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
         for name, some in told.items():
             middle = statistics.median(some)
             yield f"  {middle:.2f} ({min(some):.2f} to {max(some):.2f}) x {COMPARED[name][1]}"
-    for number, names in disturbed(rounds).items():
+    for number, names in find_disturbed_rounds(rounds).items():
         yield f"round {number} was disturbed, do not rely on it: other processes took {names}"
 
 
-def by_contender(rounds: Sequence[Round]) -> dict[str, list[Measured]]:
+def group_by_contender(rounds: Sequence[Round]) -> dict[str, list[Measurement]]:
     """Return the runs of each contender, in the order of the first round."""
     names = dict.fromkeys(name for one in rounds for name in one)
     return {name: [one[name] for one in rounds if name in one] for name in names}
@@ -384,33 +386,33 @@ def ratios(rounds: Sequence[Round], name: str) -> list[float]:
     """Return hpc_tune's figure over that of the round's best peer, for each round with a peer."""
     best, found = COMPARED[name][0], []
     for one in rounds:
-        peers = [getattr(run, name) for who, run in one.items() if who != OURS]
-        if peers and OURS in one:
-            found.append(getattr(one[OURS], name) / best(peers))
+        peers = [getattr(run, name) for who, run in one.items() if who != OUR_NAME]
+        if peers and OUR_NAME in one:
+            found.append(getattr(one[OUR_NAME], name) / best(peers))
     return found
 
 
-def disturbed(rounds: Sequence[Round]) -> dict[int, str]:
+def find_disturbed_rounds(rounds: Sequence[Round]) -> dict[int, str]:
     """Return the rounds, numbered from 1, in which other processes took much, and how much."""
     found = {}
     for number, one in enumerate(rounds, 1):
         shares = [
             f"{run.others_share:.0%} beside {name}"
             for name, run in one.items()
-            if run.others_share > DISTURBED
+            if run.others_share > DISTURBED_SHARE
         ]
         if shares:
             found[number] = ", ".join(shares)
     return found
 
 
-def quieter(first: Round, again: Round) -> tuple[Round, Round]:
+def choose_quieter_round(first: Round, repeat: Round) -> tuple[Round, Round]:
     """Return the round to keep and the one to leave out, regardless of speed."""
-    most = [max(run.others_share for run in one.values()) for one in (first, again)]
-    return (first, again) if most[0] <= most[1] else (again, first)
+    most = [max(run.others_share for run in one.values()) for one in (first, repeat)]
+    return (first, repeat) if most[0] <= most[1] else (repeat, first)
 
 
-def sentence(one: Measured) -> str:
+def sentence(one: Measurement) -> str:
     """Return the line to print about a run when it has ended."""
     return (
         f"{one.tokens_per_s:.0f} tokens/s, first step after {one.first_s:.1f} s, "
@@ -418,12 +420,12 @@ def sentence(one: Measured) -> str:
     )
 
 
-def _median(found: Sequence[Measured]) -> Measured:
+def _median(found: Sequence[Measurement]) -> Measurement:
     def middle(name: str) -> Any:
         values = [getattr(one, name) for one in found if getattr(one, name) is not None]
         return statistics.median(values) if values else None
 
-    return Measured(*(middle(name) for name in Measured.__dataclass_fields__))
+    return Measurement(*(middle(name) for name in Measurement.__dataclass_fields__))
 
 
 def _or_dash(value: float | None, unit: float, width: int, ending: str = "") -> str:

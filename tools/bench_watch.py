@@ -24,7 +24,10 @@ import psutil
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
 WARM = 2  # steps whose time does not count
-QUIET, DISTURBED = 0.05, 0.10  # others' share below which a run begins; above which it is repeated
+QUIET, DISTURBED_SHARE = (
+    0.05,
+    0.10,
+)  # others' share below which a run begins; above which it is repeated
 WINDOW_S = 2.0  # less gives a coarse share: the kernel counts in hundredths of a second
 
 
@@ -51,7 +54,7 @@ def read_others(pid: int | None = None) -> Reading:
 
 
 @dataclass
-class Watched:
+class WatchedRun:
     """What was seen of a run: peaks of host and device bytes, and readings of other processes."""
 
     host_bytes: int = 0
@@ -67,15 +70,15 @@ def launch(ranks: int) -> list[str]:
     return [str(beside) if beside.exists() else "mpirun", "-np", str(ranks)]
 
 
-def watched(
+def run_watched(
     command: list[str], out: Path, device: str, extra: Mapping[str, str] | None = None
-) -> Watched:
+) -> WatchedRun:
     """Run ``command`` to its end; return what was seen of it.
 
     Raises:
         SystemExit: with the end of its output, if it fails.
     """
-    log, seen = out / "log", Watched(readings=[read_others()])
+    log, seen = out / "log", WatchedRun(readings=[read_others()])
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -102,7 +105,7 @@ def watched(
     return seen
 
 
-def _watch(pid: int, device: str, seen: Watched, finished: threading.Event) -> None:
+def _watch(pid: int, device: str, seen: WatchedRun, finished: threading.Event) -> None:
     while not finished.wait(POLL_S):
         seen.readings.append(read_others())
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LENGTHS = (96, 160, 57, 199)  # tokens of a row's documents
-Chosen = dict[str, torch.Tensor]
+ExpertChoices = dict[str, torch.Tensor]
 
 
 def main() -> None:
@@ -111,13 +111,13 @@ def _row(folder: Path, num_tokens: int) -> str:
         given = [(one.numpy(), np.ones(len(one), dtype=bool)) for one in row]
         model(make_batch([given], sum(map(len, row)), 0))
 
-    stock, eager, exact = (_chosen(model, by_stock, alone) for model in stocks)
-    packed = _chosen(built.module, by_ours, documents)
+    stock, eager, exact = (_record_choices(model, by_stock, alone) for model in stocks)
+    packed = _record_choices(built.module, by_ours, documents)
     choices = sum(map(len, stock.values()))
     flips = (
-        _flips(_chosen(stocks[0], by_stock, documents), stock),
+        _flips(_record_choices(stocks[0], by_stock, documents), stock),
         _flips(eager, stock),
-        _flips(_chosen(built.module, by_ours, alone), stock),
+        _flips(_record_choices(built.module, by_ours, alone), stock),
         _flips(packed, stock),
         _flips(stock, exact),
         _flips(packed, exact),
@@ -125,17 +125,17 @@ def _row(folder: Path, num_tokens: int) -> str:
     return " | ".join([f"{choices:,}", *(f"{count} ({count / choices:.2%})" for count in flips)])
 
 
-def _flips(chosen: Chosen, others: Chosen) -> int:
-    pairs = zip(chosen.values(), others.values(), strict=True)
+def _flips(chosen: ExpertChoices, other_choices: ExpertChoices) -> int:
+    pairs = zip(chosen.values(), other_choices.values(), strict=True)
     return sum(int((one != other).any(1).sum()) for one, other in pairs)
 
 
 @torch.no_grad()
-def _chosen(
+def _record_choices(
     model: torch.nn.Module, run: Callable[[Any, Any], None], rows: list[list[torch.Tensor]]
-) -> Chosen:
+) -> ExpertChoices:
     """Return the experts that each token of ``rows`` chooses, sorted, by router."""
-    with _watched(model) as seen:
+    with _watch_routers(model) as seen:
         for row in rows:
             run(model, row)
             for found in seen.values():
@@ -144,7 +144,7 @@ def _chosen(
 
 
 @contextmanager
-def _watched(model: torch.nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
+def _watch_routers(model: torch.nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
     seen: dict[str, list[torch.Tensor]] = {path: [] for path in find_router_modules(model)}
     handles = [
         router.register_forward_hook(

@@ -5,7 +5,7 @@ for an H100, of which cuBLAS reaches about 640 at its power limit with random va
 other cards are scaled likewise where none were published. ``attention``: flop/s of a causal forward
 and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7). FlashAttention
 3, available on Hopper only, is 1.5 to 2 and 1.5 to 1.75 times as fast there, by its paper
-(arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_s``: what nccl-tests calls the bus
+(arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_bytes_per_s``: what nccl-tests calls the bus
 bandwidth of large messages within a node. None of it was measured by this project.
 """
 
@@ -15,23 +15,23 @@ import torch
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _FP8 = torch.float8_e4m3fn
-LEAST_US = 2.0  # of any kernel, however small, until its results can be read
+MIN_KERNEL_US = 2.0  # of any kernel, however small, until its results can be read
 FLASH_3 = (1.6, 1.5)
 THIN_SHARE = 0.6  # of the memory's rate: what matmuls with a side of 16 to 64 reach
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. ``bytes_s``: its memory's rate in large copies, about 90% of the data sheet's.
+    """A GPU. ``bytes_per_s``: its memory's rate in large copies, about 90% of the data sheet's.
 
     ``launch_us``: what the host takes to launch a kernel from Python, autograd included.
     """
 
     name: str
-    bytes_s: float
+    bytes_per_s: float
     matmul: dict[torch.dtype, float]
     attention: tuple[float, float]
-    link_s: float
+    link_bytes_per_s: float
     launch_us: float = 7.0
 
     @property

@@ -26,7 +26,15 @@ from gpu_parts import ROOT, Check, Part, run_parts  # noqa: E402
 
 from hpc_tune.probe.software import git_commit, package_versions  # noqa: E402
 
-TRAINING = ("torch", "transformers", "safetensors", "pydantic", "omegaconf", "yaml", "h5py")
+TRAINING_PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "pydantic",
+    "omegaconf",
+    "yaml",
+    "h5py",
+)
 
 
 def _program(name: str, *words: str) -> tuple[str, ...]:
@@ -42,21 +50,27 @@ PARTS = (
         _program("machine"),
         ("torch", "pydantic", "omegaconf", "yaml", "psutil"),
     ),
-    Part("tests", 90, "tests/gpu by pytest", _program("tests"), (*TRAINING, "psutil", "pytest")),
+    Part(
+        "tests",
+        90,
+        "tests/gpu by pytest",
+        _program("tests"),
+        (*TRAINING_PACKAGES, "psutil", "pytest"),
+    ),
     Part(
         "losses",
         110,
         "losses of a small model against fp32 on the CPU: methods, packing, recompute, compile, "
         "float8, offload",
         _program("losses"),
-        TRAINING,
+        TRAINING_PACKAGES,
     ),
     Part(
         "speed",
         130,
         "Llama 3 8B, LoRA at 4,096: tokens/s, MFU, the allocator's peak beside the plan's",
         _program("speed"),
-        (*TRAINING, "peft", "psutil"),
+        (*TRAINING_PACKAGES, "peft", "psutil"),
     ),
     Part(
         "trainer",
@@ -70,21 +84,21 @@ PARTS = (
         80,
         "QLoRA of as many blocks of Llama 3 70B as fit into memory and time",
         _program("qlora"),
-        (*TRAINING, "peft", "bitsandbytes", "psutil"),
+        (*TRAINING_PACKAGES, "peft", "bitsandbytes", "psutil"),
     ),
     Part(
         "saves",
         75,
         "what a save and moving the optimizer's state cost, and free",
         _program("saves"),
-        TRAINING,
+        TRAINING_PACKAGES,
     ),
     Part(
         "ladder",
         80,
         "a run on a device that is too small continues, or stops and can be resumed",
         _program("ladder"),
-        (*TRAINING, "peft"),
+        (*TRAINING_PACKAGES, "peft"),
     ),
 )
 

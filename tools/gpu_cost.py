@@ -31,8 +31,8 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 - it lists torch's functions, which the fake replaces
 import torch.nn.functional as F  # noqa: E402
-from gpu_cards import CARDS, FLASH_3, LEAST_US, THIN_SHARE, Card, matmul_rate  # noqa: E402
-from gpu_fusion import joined  # noqa: E402
+from gpu_cards import CARDS, FLASH_3, MIN_KERNEL_US, THIN_SHARE, Card, matmul_rate  # noqa: E402
+from gpu_fusion import join_kernels  # noqa: E402
 from gpu_kernels import FusedRMSNorm, Kernel, Recorder, Steps  # noqa: E402
 
 from hpc_tune.batch import costliest_batch  # noqa: E402
@@ -44,7 +44,7 @@ from hpc_tune.errors import HpcTuneError  # noqa: E402
 from hpc_tune.model import float8, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
 from hpc_tune.model.config_json import resolve_model_directory  # noqa: E402
-from hpc_tune.model.loss import LogitsKernels, write_exponentials_fusible  # noqa: E402
+from hpc_tune.model.loss import LogitsKernels, write_fusible_exponentials  # noqa: E402
 from hpc_tune.plan.trace import _fake_world, make_fake_mesh  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
 from hpc_tune.step.plan import StepPlan  # noqa: E402
@@ -54,7 +54,12 @@ KINDS = (
     *("experts' rows", "loss", "casts", "dequantization", "embedding", "update"),
     *("copies of gathered weights", "other"),
 )
-USUAL = ("model.dtype=bf16", "tune.method=lora", "data.seq_len=4096", "parallel.recompute=none")
+USUAL_SETTINGS = (
+    "model.dtype=bf16",
+    "tune.method=lora",
+    "data.seq_len=4096",
+    "parallel.recompute=none",
+)
 AXES = ("replicate", "shard", "tensor", "pipeline", "expert", "context")
 
 
@@ -95,7 +100,7 @@ def main() -> None:
         rates = [rate * times for rate, times in zip(card.attention, FLASH_3, strict=True)]
         card = dataclasses.replace(card, attention=(rates[0], rates[1]))
     try:
-        steps, tokens = recorded(given.shape, given.settings, given.micro, card)
+        steps, tokens = record_steps(given.shape, given.settings, given.micro, card)
     except HpcTuneError as error:
         sys.exit(f"{error}")
     compiled = "train.compile=true" in given.settings
@@ -105,13 +110,13 @@ def main() -> None:
         return
     print(table(found, card))
     if given.kernels:
-        print(costliest(steps, card, tokens, given.kernels))
+        print(list_costliest(steps, card, tokens, given.kernels))
 
 
-def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tuple[Steps, int]:
+def record_steps(shape: str, settings: list[str], num_micro: int, card: Card) -> tuple[Steps, int]:
     """Return what a rank runs in a step, and its number of tokens in the step."""
     path = shape if Path(shape).is_dir() else f"shape:{shape.removeprefix('shape:')}"
-    config = load_config(None, [f"model.path={path}", *USUAL, *settings])
+    config = load_config(None, [f"model.path={path}", *USUAL_SETTINGS, *settings])
     parallel = config.parallel
     reshard = "block" if parallel.reshard == "auto" else parallel.reshard
     parallel = parallel.model_copy(update={"reshard": reshard})
@@ -124,7 +129,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     trials: Any = varlen_attention
     trials.varlen_kernel_fault = lambda *_, **__: ""  # the real check computes
     trials = float8
-    trials.why_no_float8_matmuls = lambda *_: "" if card.multiplies_e4m3 else "none"
+    trials.explain_missing_float8_matmuls = lambda *_: "" if card.multiplies_e4m3 else "none"
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
     device = torch.device("cuda", 0)
@@ -151,7 +156,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
     """Make an engine that computes what a compiled one does, but is not compiled."""
 
     def as_if_compiled(module: Any) -> None:
-        module.logits_kernels = LogitsKernels(write_exponentials_fusible)
+        module.logits_kernels = LogitsKernels(write_fusible_exponentials)
 
     before = native.compile_blocks, native.compile_loss
     native.compile_blocks, native.compile_loss = lambda blocks: None, as_if_compiled
@@ -189,8 +194,8 @@ def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:
     for kernel in kernels:
         if not kernel.message and kernel.stream == computing:
             by_kind[kernel.kind] += seconds[id(kernel)]
-    whole_s = _played(steps.events, card, seconds, launched, messages=True)
-    without_s = _played(steps.events, card, seconds, launched, messages=False)
+    whole_s = _play_events(steps.events, card, seconds, launched, messages=True)
+    without_s = _play_events(steps.events, card, seconds, launched, messages=False)
     busy_s = sum(by_kind.values())
     sent_s = sum(seconds[id(k)] for k in kernels if k.message)
     scale = 1e6 / tokens
@@ -216,13 +221,13 @@ def _order(kind: str) -> int:
 
 def _seconds(kernel: Kernel, card: Card) -> float:
     if kernel.message:
-        return kernel.message / card.link_s
+        return kernel.message / card.link_bytes_per_s
     rate = matmul_rate(card, kernel.dtype)
     if kernel.kind == "attention" and kernel.flops:
         rate = card.attention[kernel.backward]
     is_thin = kernel.kind == "adapters" and kernel.flops
-    bytes_s = card.bytes_s * (THIN_SHARE if is_thin else 1)
-    return max(kernel.flops / rate, kernel.num_bytes / bytes_s, LEAST_US * 1e-6)
+    bytes_per_s = card.bytes_per_s * (THIN_SHARE if is_thin else 1)
+    return max(kernel.flops / rate, kernel.num_bytes / bytes_per_s, MIN_KERNEL_US * 1e-6)
 
 
 def _join(
@@ -233,9 +238,9 @@ def _join(
     launched: set[int],
 ) -> None:
     """Give each fused kernel its share of the fused time, and one launch to all of them."""
-    for group in joined(kernels, alive):
+    for group in join_kernels(kernels, alive):
         before = sum(kernels[n].num_bytes for n in group.members)
-        whole_s = max(group.num_bytes / card.bytes_s, LEAST_US * 1e-6)
+        whole_s = max(group.num_bytes / card.bytes_per_s, MIN_KERNEL_US * 1e-6)
         for number in group.members:
             share = kernels[number].num_bytes / max(before, 1)
             seconds[id(kernels[number])] = whole_s * share
@@ -243,7 +248,7 @@ def _join(
                 launched.discard(id(kernels[number]))
 
 
-def _played(
+def _play_events(
     events: list[Any], card: Card, seconds: dict[int, float], launched: set[int], messages: bool
 ) -> float:
     """Return when the last stream ends; if not ``messages``, messages take no time."""
@@ -288,7 +293,7 @@ def table(cost: Cost, card: Card) -> str:
     return "\n".join(lines)
 
 
-def costliest(steps: Steps, card: Card, tokens: int, num: int) -> str:
+def list_costliest(steps: Steps, card: Card, tokens: int, num: int) -> str:
     """Return the costliest kernels, summed by kind, name, dtype and pass."""
     us: dict[tuple[str, ...], float] = defaultdict(float)
     times: Counter[tuple[str, ...]] = Counter()

@@ -14,36 +14,36 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_COMPILED = "train.compile=true"
+_COMPILE_SETTING = "train.compile=true"
 # 70B: eight ranks shard the weights and recompute. 30B-A3B: experts are spread over eight too.
-_OF_70B = ("llama3-70b", "parallel.shard=8", "parallel.recompute=full")
-_OF_30B = ("qwen3-30b-a3b", "parallel.shard=8", "parallel.expert=8")
+_ARGUMENTS_70B = ("llama3-70b", "parallel.shard=8", "parallel.recompute=full")
+_ARGUMENTS_30B = ("qwen3-30b-a3b", "parallel.shard=8", "parallel.expert=8")
 CASES = {
     "8B lora": ("llama3-8b",),
-    "8B lora, compiled": ("llama3-8b", _COMPILED),
+    "8B lora, compiled": ("llama3-8b", _COMPILE_SETTING),
     "8B qlora": ("llama3-8b", "tune.method=qlora"),
-    "8B qlora, compiled": ("llama3-8b", "tune.method=qlora", _COMPILED),
+    "8B qlora, compiled": ("llama3-8b", "tune.method=qlora", _COMPILE_SETTING),
     "8B dora": ("llama3-8b", "tune.method=dora"),
-    "8B dora, compiled": ("llama3-8b", "tune.method=dora", _COMPILED),
+    "8B dora, compiled": ("llama3-8b", "tune.method=dora", _COMPILE_SETTING),
     "8B lora, dropout 0.05": ("llama3-8b", "tune.dropout=0.05"),
-    "8B lora, float8, compiled": ("llama3-8b", "train.float8=true", _COMPILED),
+    "8B lora, float8, compiled": ("llama3-8b", "train.float8=true", _COMPILE_SETTING),
     "8B lora, base fp8": ("llama3-8b", "tune.base_dtype=fp8"),
-    "8B lora, base fp8, compiled": ("llama3-8b", "tune.base_dtype=fp8", _COMPILED),
+    "8B lora, base fp8, compiled": ("llama3-8b", "tune.base_dtype=fp8", _COMPILE_SETTING),
     "8B full": ("llama3-8b", "tune.method=full"),
-    "8B full, compiled": ("llama3-8b", "tune.method=full", _COMPILED),
-    "70B lora, shard 8": _OF_70B,
-    "70B lora, shard 8, compiled": (*_OF_70B, _COMPILED),
-    "70B qlora, shard 8": (*_OF_70B, "tune.method=qlora"),
-    "70B lora, base fp8, shard 8": (*_OF_70B, "tune.base_dtype=fp8"),
-    "70B dora, shard 8": (*_OF_70B, "tune.method=dora"),
-    "70B lora, dropout 0.05, shard 8": (*_OF_70B, "tune.dropout=0.05"),
-    "70B lora, float8, shard 8, compiled": (*_OF_70B, "train.float8=true", _COMPILED),
-    "70B full, shard 8": (*_OF_70B, "tune.method=full"),
-    "30B-A3B lora, expert 8": _OF_30B,
-    "30B-A3B qlora, expert 8": (*_OF_30B, "tune.method=qlora"),
-    "30B-A3B dora, expert 8": (*_OF_30B, "tune.method=dora"),
-    "30B-A3B lora, dropout 0.05, expert 8": (*_OF_30B, "tune.dropout=0.05"),
-    "30B-A3B full, expert 8": (*_OF_30B, "tune.method=full"),
+    "8B full, compiled": ("llama3-8b", "tune.method=full", _COMPILE_SETTING),
+    "70B lora, shard 8": _ARGUMENTS_70B,
+    "70B lora, shard 8, compiled": (*_ARGUMENTS_70B, _COMPILE_SETTING),
+    "70B qlora, shard 8": (*_ARGUMENTS_70B, "tune.method=qlora"),
+    "70B lora, base fp8, shard 8": (*_ARGUMENTS_70B, "tune.base_dtype=fp8"),
+    "70B dora, shard 8": (*_ARGUMENTS_70B, "tune.method=dora"),
+    "70B lora, dropout 0.05, shard 8": (*_ARGUMENTS_70B, "tune.dropout=0.05"),
+    "70B lora, float8, shard 8, compiled": (*_ARGUMENTS_70B, "train.float8=true", _COMPILE_SETTING),
+    "70B full, shard 8": (*_ARGUMENTS_70B, "tune.method=full"),
+    "30B-A3B lora, expert 8": _ARGUMENTS_30B,
+    "30B-A3B qlora, expert 8": (*_ARGUMENTS_30B, "tune.method=qlora"),
+    "30B-A3B dora, expert 8": (*_ARGUMENTS_30B, "tune.method=dora"),
+    "30B-A3B lora, dropout 0.05, expert 8": (*_ARGUMENTS_30B, "tune.dropout=0.05"),
+    "30B-A3B full, expert 8": (*_ARGUMENTS_30B, "tune.method=full"),
 }
 _GROUPS = {
     "products": ("base products",),

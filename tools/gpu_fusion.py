@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gpu_kernels import Kernel
 
-NEAR = 32  # number of earlier groups that are considered
+MAX_DISTANCE = 32  # number of earlier groups that are considered
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Group:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-def joined(kernels: list[Kernel], alive: set[int]) -> list[Group]:
+def join_kernels(kernels: list[Kernel], alive: set[int]) -> list[Group]:
     """Return the fused kernels; ``alive`` are the storages that outlive the step."""
     readers: dict[int, list[int]] = defaultdict(list)
     for number, kernel in enumerate(kernels):
@@ -51,14 +51,14 @@ def _groups(kernels: list[Kernel], readers: dict[int, list[int]]) -> list[Group]
         if kernel.fusible:
             makers[number] = {written.get(storage, -1) for storage in kernel.reads}
             own = Group([number])
-            for group in groups[-NEAR:][::-1]:
+            for group in groups[-MAX_DISTANCE:][::-1]:
                 if kernels[group.members[0]].backward != kernel.backward:
                     break
                 if not _shares(kernels, group, kernel):
                     continue
                 needed = {maker for n in own.members for maker in makers[n]}
                 is_early = max(needed - {*own.members}, default=-1) <= group.members[-1]
-                if is_early or not _needed_before(kernels, group, number, readers):
+                if is_early or not _is_needed_before(kernels, group, number, readers):
                     own.members = sorted([*group.members, *own.members])
                     groups.remove(group)
             groups.append(own)
@@ -75,7 +75,7 @@ def _shares(kernels: list[Kernel], group: Group, kernel: Kernel) -> bool:
     )
 
 
-def _needed_before(
+def _is_needed_before(
     kernels: list[Kernel], group: Group, number: int, readers: dict[int, list[int]]
 ) -> bool:
     """Whether a kernel outside a group reads its results before kernel ``number`` does."""

@@ -17,7 +17,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).resolve()
 # Trains builtin:tiny for a few seconds.
-SMALL = (
+SMALL_SETTINGS = (
     "data.path=builtin:pydocs:heldout",
     "data.eval_path=null",
     "run.tensorboard=false",

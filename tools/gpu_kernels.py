@@ -66,15 +66,15 @@ _FUNCTIONS = (
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear")
 _ATTENTION = ("_varlen_attn", "_flash_attention_forward", "_scaled_dot_product")
 # These neither read nor write anything on the device.
-_FREE = (
+_FREE_OPS = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"),
     *("lift_fresh", "is_pinned", "_local_scalar_dense", "device", "set_", "record_stream"),
     *("resize_", "_unsafe_view", "view", "as_strided", "_reshape_alias", "is_same_size"),
 )
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 # Functions of the loss, which are compiled as decoder blocks are.
-_COMPILED_TOO = ("write_exponentials_fusible", "cross_entropies")
-_FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
+_COMPILED_FUNCTIONS = ("write_fusible_exponentials", "cross_entropies")
+_UNFUSIBLE_OPS = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         self.steps.events.append((what, *(self._number_of(v) for v in values)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
+        if any(kind not in _PLAIN_TYPES for kind in types):
             return NotImplemented  # called again with the inner tensors
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
             number = torch._C._autograd._get_sequence_nr() - 1
             if number not in self._kinds:
                 self._kinds[number] = _place()
-        if name in _FREE or func.is_view or name.startswith("sym_"):
+        if name in _FREE_OPS or func.is_view or name.startswith("sym_"):
             return out
         self._record(func, name, node, args, kwargs, out)
         return out
@@ -264,12 +264,12 @@ class Recorder(TorchDispatchMode):
             return float(formula(*args, **kwargs, out_val=out))
         return 0.0
 
-    def _add(self, where: dict[int, int], tensor: torch.Tensor) -> None:
+    def _add(self, bytes_by_storage: dict[int, int], tensor: torch.Tensor) -> None:
         size = 1
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
             size *= length if stride else 1
         number = self._number_of_storage(tensor)
-        where[number] = max(where.get(number, 0), size * tensor.itemsize)
+        bytes_by_storage[number] = max(bytes_by_storage.get(number, 0), size * tensor.itemsize)
 
     def _number_of_storage(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -319,7 +319,7 @@ def _is_fusible(func: Any, name: str, in_block: bool) -> bool:
     if not in_block or func.namespace not in ("aten", "prims"):
         return False
     is_large = name in _PRODUCTS or name.startswith(_ATTENTION) or "grouped" in name
-    return not is_large and not name.startswith(_FUSIBLE_NOT)
+    return not is_large and not name.startswith(_UNFUSIBLE_OPS)
 
 
 def _dtype_and_determinism(args: Any, out: Any) -> torch.dtype:
@@ -368,7 +368,7 @@ def _place() -> tuple[str, bool]:
                 if "peft/tuners/lora" in code.co_filename:
                     name += " lora.layer"
                 kind = next((kind for part, kind in _FUNCTIONS if part in name), "")
-        if code.co_name in _COMPILED_TOO or "DecoderLayer.forward" in code.co_qualname:
+        if code.co_name in _COMPILED_FUNCTIONS or "DecoderLayer.forward" in code.co_qualname:
             in_block = True
             break
         frame = frame.f_back

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_jobs import (
-    SMALL,
+    SMALL_SETTINGS,
     Job,
     events_of,
     gap_of,
@@ -30,12 +30,12 @@ from gpu_jobs import (
 )
 from gpu_task import Task
 
-DONE, RESUMABLE = 0, 75
+EXIT_DONE, EXIT_RESUMABLE = 0, 75
 MAX_STARTS = 5
 START_S = 20.0  # about what one takes
-SHARE, LITTLE = 0.6, 0.1  # of the peak
+SHARE, SMALL_SHARE = 0.6, 0.1  # of the peak
 BOUND = 0.02  # bf16, other micro-batches
-FREE, LIMITED, HOPELESS = "all of the device", "60% of the peak", "a tenth of the peak"
+FREE_RUN, LIMITED_RUN, HOPELESS_RUN = "all of the device", "60% of the peak", "a tenth of the peak"
 # On CPUs: enough steps for every rung.
 LEVELS = ("CALM", *["HIGH"] * 14, "CALM")
 
@@ -60,34 +60,45 @@ def main() -> None:
         return
     task = Task.of_arguments()
     common = _settings(task)
-    free, limited = Job(FREE, common), Job(LIMITED, common, levels=() if task.on_gpu else LEVELS)
+    free, limited = (
+        Job(FREE_RUN, common),
+        Job(LIMITED_RUN, common, levels=() if task.uses_gpu else LEVELS),
+    )
     codes, reasons = [], []
     for number in range(MAX_STARTS):
         if number and task.left_s() < START_S:
             reasons.append("no time was left for another start")
             break
-        codes.append(_started(task, None if number else free, limited))
-        reasons.append(str(outcome_of(run_of(task.work, LIMITED)).get("reason", "no outcome")))
-        if codes[-1] != RESUMABLE:
+        codes.append(_run_starts(task, None if number else free, limited))
+        reasons.append(str(outcome_of(run_of(task.work, LIMITED_RUN)).get("reason", "no outcome")))
+        if codes[-1] != EXIT_RESUMABLE:
             break
     _tell(task, codes, reasons)
-    if task.on_gpu and task.left_s() > START_S and _facts(task):
-        code = _started(task, None, Job(HOPELESS, common), LITTLE / SHARE)
-        reason = str(outcome_of(run_of(task.work, HOPELESS)).get("reason", "no outcome"))
-        ended_well = code == DONE or (code == RESUMABLE and "device memory" in reason)
-        rungs = _rungs(task.work, HOPELESS)
-        task.tell(HOPELESS, "passed" if ended_well else "failed", reason, code=code, rungs=rungs)
+    if task.uses_gpu and task.left_s() > START_S and _facts(task):
+        code = _run_starts(task, None, Job(HOPELESS_RUN, common), SMALL_SHARE / SHARE)
+        reason = str(outcome_of(run_of(task.work, HOPELESS_RUN)).get("reason", "no outcome"))
+        ended_well = code == EXIT_DONE or (code == EXIT_RESUMABLE and "device memory" in reason)
+        rungs = _rungs(task.work, HOPELESS_RUN)
+        task.tell(
+            HOPELESS_RUN, "passed" if ended_well else "failed", reason, code=code, rungs=rungs
+        )
 
 
 def _settings(task: Task) -> tuple[str, ...]:
     size = ["data.seq_len=2048", "batch.global_size=64", "batch.micro_size=64"]
-    if not task.on_gpu:
+    if not task.uses_gpu:
         size = ["data.seq_len=64", "batch.global_size=4", "batch.micro_size=4", "run.threads=1"]
     steps = ("train.max_steps=18", "checkpoint.every_steps=2", "tune.method=lora")
-    return (*SMALL, *size, *steps, f"run.device={task.device}", f"data.cache={task.work / 'data'}")
+    return (
+        *SMALL_SETTINGS,
+        *size,
+        *steps,
+        f"run.device={task.device}",
+        f"data.cache={task.work / 'data'}",
+    )
 
 
-def _started(task: Task, free: Job | None, limited: Job, times: float = 1.0) -> int:
+def _run_starts(task: Task, free: Job | None, limited: Job, times: float = 1.0) -> int:
     """Start a process with the runs; return its exit code. ``times`` scales the usual share."""
     share = 0.0 if free else times * _facts(task).get("share", 1.0)
     jobs = asdict(free) if free else None, asdict(limited)
@@ -113,12 +124,12 @@ def _rungs(work: Path, name: str) -> list[str]:
 
 
 def _tell(task: Task, codes: list[int], reasons: list[str]) -> None:
-    free, limited = run_of(task.work, FREE), run_of(task.work, LIMITED)
-    rungs, gap = _rungs(task.work, LIMITED), gap_of(losses_of(free), losses_of(limited))
+    free, limited = run_of(task.work, FREE_RUN), run_of(task.work, LIMITED_RUN)
+    rungs, gap = _rungs(task.work, LIMITED_RUN), gap_of(losses_of(free), losses_of(limited))
     wrong = ""
-    if any(code not in (DONE, RESUMABLE) for code in codes) or not losses_of(free):
+    if any(code not in (EXIT_DONE, EXIT_RESUMABLE) for code in codes) or not losses_of(free):
         wrong = "a start ended neither done nor resumable"
-    elif codes[-1] != DONE:
+    elif codes[-1] != EXIT_DONE:
         wrong = f"it was not done after {len(codes)} starts"
     elif len(codes) == 1 and not rungs:
         wrong = "it never met the limit"
@@ -127,7 +138,7 @@ def _tell(task: Task, codes: list[int], reasons: list[str]) -> None:
     found = {"starts": codes, "reasons": reasons, "rungs": rungs, "gap": gap, "bound": BOUND}
     found |= _facts(task) | {"governor": outcome_of(limited).get("governor")}
     words = f"{', '.join(rungs) or 'no rung'} in {len(codes)} starts"
-    task.tell(LIMITED, "failed" if wrong else "passed", wrong or words, **found)
+    task.tell(LIMITED_RUN, "failed" if wrong else "passed", wrong or words, **found)
 
 
 def start(asked: Start) -> None:
@@ -135,7 +146,7 @@ def start(asked: Start) -> None:
     folder, share = Path(asked.folder), asked.share
     if asked.free is not None:
         code = train(job_of(asked.free), folder)
-        if code != DONE:
+        if code != EXIT_DONE:
             sys.exit(code)
         if asked.device == "cuda":
             share = _share_of_peak(folder)
@@ -157,7 +168,7 @@ def _share_of_peak(folder: Path) -> float:
     torch.cuda.empty_cache()
     unused, total = torch.cuda.mem_get_info()
     others = total - unused - torch.cuda.memory_reserved()
-    peak = max(row["device_bytes"] for row in rows_of(run_of(folder, FREE))) - others
+    peak = max(row["device_bytes"] for row in rows_of(run_of(folder, FREE_RUN))) - others
     share = SHARE * peak / total
     facts = {"device_bytes": total, "peak_bytes": peak, "others_bytes": others, "share": share}
     (folder / "device.json").write_text(json.dumps(facts), encoding="utf-8")

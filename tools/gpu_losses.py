@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_jobs import SMALL, Job, Launch, gap_of, losses_of, run_of
+from gpu_jobs import SMALL_SETTINGS, Job, Launch, gap_of, losses_of, run_of
 from gpu_task import Task
 
 FP32_BOUND = 1e-4
 FOUR_BITS_BOUND = 1e-3  # CPU and GPU may round ties to different codes
-BF16_TIMES, BF16_LEAST = 4.0, 1e-3  # times the CPU's own distance, plus this
+BF16_FACTOR, BF16_MIN_BOUND = 4.0, 1e-3  # times the CPU's own distance, plus this
 FLOAT8_BOUND = 0.02  # of the loss
 TOYS = 9  # how many of the eager runs, on CPUs
 END_S = 4.0  # before the limit, to report what is not done
 NEEDS = {"lora": ("peft",), "dora": ("peft",), "qlora": ("peft", "bitsandbytes"), "full": ()}
 OFFLOAD = ("parallel.offload_params=cpu",)
-MOVED = ("move_optimizer",)
+MOVE_ACTIONS = ("move_optimizer",)
 
 
 @dataclass(frozen=True)
@@ -70,26 +70,26 @@ class Variant:
         return Job(self.name, tuple(settings), self.taken)
 
 
-EAGER = (
+EAGER_VARIANTS = (
     Variant("lora", "bf16", True),
     Variant("lora", "fp32", True),
     Variant("full", "fp32", False, "selective"),
     Variant("qlora", "bf16", True, "full"),
     Variant("full", "bf16", True, "full"),
-    Variant("lora", "fp32", False, "selective", taken=MOVED),
+    Variant("lora", "fp32", False, "selective", taken=MOVE_ACTIONS),
     Variant("dora", "fp32", True),
     Variant("qlora", "fp32", False, "selective"),
     Variant("full", "fp32", True, "full", offload=OFFLOAD),
-    Variant("full", "fp32", True, taken=MOVED),
+    Variant("full", "fp32", True, taken=MOVE_ACTIONS),
     Variant("lora", "bf16", False, "full", offload=OFFLOAD),
     Variant("dora", "bf16", False, "full"),
     Variant("full", "bf16", False),
-    Variant("qlora", "fp32", True, taken=MOVED),
+    Variant("qlora", "fp32", True, taken=MOVE_ACTIONS),
     # Last, because the process stays deterministic.
     Variant("lora", "bf16", True, again=1),
     Variant("lora", "bf16", True, again=2),
 )
-COMPILED = (
+COMPILED_VARIANTS = (
     Variant("lora", "bf16", True, "selective", compiled=True),
     Variant("lora", "bf16", True, compiled=True, float8=True),
     Variant("full", "fp32", False, compiled=True),
@@ -104,11 +104,11 @@ def main() -> None:
     # torch reads cuBLAS's variable once, at the first matmul of a process.
     os.environ |= {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE"}
-    groups = {"eager": EAGER, "compiled": COMPILED}
-    if not task.on_gpu:  # each kind once; compiling takes longer than all others
-        groups["eager"] = (*EAGER[:TOYS], *EAGER[-2:])
+    groups = {"eager": EAGER_VARIANTS, "compiled": COMPILED_VARIANTS}
+    if not task.uses_gpu:  # each kind once; compiling takes longer than all others
+        groups["eager"] = (*EAGER_VARIANTS[:TOYS], *EAGER_VARIANTS[-2:])
         groups["compiled"] = (Variant("lora", "fp32", True, compiled=True),)
-    groups = {name: tuple(_possible(task, some)) for name, some in groups.items()}
+    groups = {name: tuple(_list_possible(task, some)) for name, some in groups.items()}
     needed = [one for some in groups.values() for one in some]
     references = tuple(dict.fromkeys(one for some in map(references_of, needed) for one in some))
     common = _settings(task)
@@ -193,7 +193,7 @@ def bound_of(variant: Variant, exact: Sequence[float], own_gap: float) -> float:
     if variant.float8:
         return FLOAT8_BOUND * max(exact, default=0.0)
     if variant.dtype == "bf16":
-        return BF16_TIMES * own_gap + BF16_LEAST
+        return BF16_FACTOR * own_gap + BF16_MIN_BOUND
     return FOUR_BITS_BOUND if variant.method == "qlora" else FP32_BOUND
 
 
@@ -217,17 +217,17 @@ def _tell(task: Task, runs: Runs, name: str, variant: Variant) -> None:
 
 def _settings(task: Task) -> tuple[str, ...]:
     size = ("data.seq_len=256", "batch.global_size=8", "batch.micro_size=4", "train.max_steps=6")
-    if not task.on_gpu:
+    if not task.uses_gpu:
         size = (size[0], "batch.global_size=2", "batch.micro_size=1", "train.max_steps=2")
     caches = (f"data.cache={task.work / 'data'}", f"run.compile_cache={task.work / 'compiled'}")
     # Three processes run at once, and threads that wait for a core spin.
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
-    return (*SMALL, *size, *caches, f"run.threads={threads}", "optim.lr=1e-3")
+    return (*SMALL_SETTINGS, *size, *caches, f"run.threads={threads}", "optim.lr=1e-3")
 
 
-def _possible(task: Task, variants: Sequence[Variant]) -> Iterator[Variant]:
+def _list_possible(task: Task, variants: Sequence[Variant]) -> Iterator[Variant]:
     """Yield those that can be tried here; report the others as skipped."""
-    why_no_float8 = _why_no_float8(task) if any(one.float8 for one in variants) else ""
+    why_no_float8 = _explain_missing_float8(task) if any(one.float8 for one in variants) else ""
     for one in variants:
         missing = [name for name in NEEDS[one.method] if importlib.util.find_spec(name) is None]
         if missing:
@@ -238,7 +238,7 @@ def _possible(task: Task, variants: Sequence[Variant]) -> Iterator[Variant]:
             yield one
 
 
-def _why_no_float8(task: Task) -> str:
+def _explain_missing_float8(task: Task) -> str:
     import torch
 
     from hpc_tune.errors import ConfigError

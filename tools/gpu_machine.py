@@ -21,8 +21,8 @@ def main() -> None:
     doctor = subprocess.Popen(
         [sys.executable, "-m", "hpc_tune", *words], stdout=subprocess.PIPE, text=True
     )
-    card = _card(task.on_gpu)
-    if task.on_gpu and not card["card"]:
+    card = _card(task.uses_gpu)
+    if task.uses_gpu and not card["card"]:
         task.tell(MACHINE, "failed", "torch finds no CUDA device", **card)
     else:
         task.tell(MACHINE, **card)
@@ -47,12 +47,12 @@ def main() -> None:
     )
 
 
-def _card(on_gpu: bool) -> dict[str, Any]:
+def _card(uses_gpu: bool) -> dict[str, Any]:
     others = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             others[name] = importlib.metadata.version(name)
-    if not on_gpu or not torch.cuda.is_available():
+    if not uses_gpu or not torch.cuda.is_available():
         return {"card": None, "more_versions": others}
     of = torch.cuda.get_device_properties(0)
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)

@@ -30,7 +30,7 @@ POLL_S = 0.2
 TAIL = 3000  # characters kept of the last output of a failed part
 MIN_S = 5.0  # a part is not started with less time
 KILL_LIMIT_S = 10.0  # a process that hangs in the driver cannot be ended
-ON_CPU = 3.0  # times the limits: toys need no time, but a test's machine may be slow
+CPU_LIMIT_FACTOR = 3.0  # times the limits: toys need no time, but a test's machine may be slow
 Status = Literal["passed", "failed", "cut", "skipped", "running"]
 
 
@@ -115,11 +115,11 @@ def run_parts(parts: Sequence[Part], check: Check) -> bool:
     """Run one part after the other; return whether all have passed or were skipped."""
     for part in parts:
         left_s = check.left_s()
-        times = ON_CPU if check.device == "cpu" else 1.0
+        times = CPU_LIMIT_FACTOR if check.device == "cpu" else 1.0
         limit_s = round(min(times * part.limit_s, left_s), 1)
         result = Result(part.name, "running", max(0.0, limit_s))
         check.results.append(result)
-        if why := _why_skipped(part, check):
+        if why := _find_skip_reason(part, check):
             result.status, result.reason = "skipped", why
         elif left_s < MIN_S:
             result.status, result.reason = "cut", "no time was left"
@@ -134,7 +134,7 @@ def run_parts(parts: Sequence[Part], check: Check) -> bool:
     return all(one.status in ("passed", "skipped") for one in check.results)
 
 
-def _why_skipped(part: Part, check: Check) -> str:
+def _find_skip_reason(part: Part, check: Check) -> str:
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {', '.join(missing)}"
@@ -227,14 +227,14 @@ def kill_marked(mark: str) -> None:
     """Kill every process of a part, those in sessions of their own included."""
     until_s = time.monotonic() + KILL_LIMIT_S
     # A killed process may have started another one before it died.
-    while (pids := _marked(mark)) and time.monotonic() < until_s:
+    while (pids := _find_marked_pids(mark)) and time.monotonic() < until_s:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _marked(mark: str) -> list[int]:
+def _find_marked_pids(mark: str) -> list[int]:
     wanted, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from gpu_shapes import Shapes, config_of
 from gpu_task import Task
 
 SHAPE = "shape:llama3-70b"
-FEW, MORE = 2, 8
+FEW_BLOCKS, MORE_BLOCKS = 2, 8
 MARGIN_S = 12.0  # for the end of the process, and for blocks that take longer
 USED_SHARE = 0.9  # of the device
 
@@ -21,30 +21,30 @@ USED_SHARE = 0.9  # of the device
 def main() -> None:
     """Measure a few blocks, then as many as fit."""
     task = Task.of_arguments()
-    num_steps = 5 if task.on_gpu else 3
-    few, more = (FEW, MORE) if task.on_gpu else (1, 2)
+    num_steps = 5 if task.uses_gpu else 3
+    few, more = (FEW_BLOCKS, MORE_BLOCKS) if task.uses_gpu else (1, 2)
     shapes = Shapes(task)
-    found = {num: told for num in (few, more) if (told := _measured(task, shapes, num, num_steps))}
+    found = {num: told for num in (few, more) if (told := _measure(task, shapes, num, num_steps))}
     if len(found) == 2:
-        total = torch.cuda.mem_get_info()[1] if task.on_gpu else None
+        total = torch.cuda.mem_get_info()[1] if task.uses_gpu else None
         room = None if total is None else int(USED_SHARE * total)
-        num = most_blocks(found, num_steps, task.left_s() - MARGIN_S, room)
+        num = find_max_blocks(found, num_steps, task.left_s() - MARGIN_S, room)
         text = (config_of(task, SHAPE) / "config.json").read_text(encoding="utf-8")
         num = min(num, json.loads(text)["num_hidden_layers"])
         if num > more:
-            _measured(task, shapes, num, num_steps)
+            _measure(task, shapes, num, num_steps)
         else:
             task.tell("more blocks", "skipped", "no time or memory was left")
     shapes.close()
 
 
-def _measured(task: Task, shapes: Shapes, num: int, num_steps: int) -> dict[str, Any] | None:
-    model, seq_len = config_of(task, SHAPE, num), 4096 if task.on_gpu else 64
+def _measure(task: Task, shapes: Shapes, num: int, num_steps: int) -> dict[str, Any] | None:
+    model, seq_len = config_of(task, SHAPE, num), 4096 if task.uses_gpu else 64
     settings = shapes.settings(model, seq_len, "tune.method=qlora", "parallel.recompute=full")
     return shapes.measure(f"{num} blocks", settings, num_steps, shapes.plan(settings))
 
 
-def most_blocks(
+def find_max_blocks(
     found: Mapping[int, Mapping[str, Any]], num_steps: int, left_s: float, room_bytes: int | None
 ) -> int:
     """Return how many blocks can be measured in ``left_s`` and ``room_bytes``.

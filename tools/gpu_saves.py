@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from bench_steps import Steps, prepare
-from gpu_jobs import SMALL, Job, Launch, events_of, rows_of, run_of
+from gpu_jobs import SMALL_SETTINGS, Job, Launch, events_of, rows_of, run_of
 from gpu_task import Task
 
 from hpc_tune.config.load import load_config
@@ -35,12 +35,18 @@ def main() -> None:
     task = Task.of_arguments()
     model = task.work / "model"
     write_tiny_model(model)
-    if task.on_gpu:
+    if task.uses_gpu:
         _make_larger(model)
-    seq_len = 1024 if task.on_gpu else 64
+    seq_len = 1024 if task.uses_gpu else 64
     size = (f"data.seq_len={seq_len}", "batch.global_size=4", "batch.micro_size=4")
-    common = (*SMALL, *size, f"model.path={model}", "tune.method=full", f"run.device={task.device}")
-    threads = () if task.on_gpu else ("run.threads=1",)
+    common = (
+        *SMALL_SETTINGS,
+        *size,
+        f"model.path={model}",
+        "tune.method=full",
+        f"run.device={task.device}",
+    )
+    threads = () if task.uses_gpu else ("run.threads=1",)
     _tell_saves(task, (*common, *threads, f"data.cache={task.work / 'data'}"))
     _tell_lever(task, [*common, *threads])
 
@@ -99,17 +105,17 @@ def _tell_saves(task: Task, common: tuple[str, ...]) -> None:
 def _tell_lever(task: Task, settings: list[str]) -> None:
     config = load_config(None, settings)
     comm = bootstrap(config.run)
-    steps = prepare(config, comm, Faults(offloads_without_gpu=not task.on_gpu))
+    steps = prepare(config, comm, Faults(offloads_without_gpu=not task.uses_gpu))
     device = torch.device(task.device)
-    lever = steps.engine.levers[Action.MOVE_OPTIMIZER]
-    before_s, before = _step_s(steps, config, device), _allocated(task)
-    words, there_s = _pulled(task, lever.apply_times, 1)
-    moved_s, moved = _step_s(steps, config, device), _allocated(task)
-    back_words, back_s = _pulled(task, lever.apply_times, 0)
-    after_s, after = _step_s(steps, config, device), _allocated(task)
+    lever = steps.engine.memory_actions[Action.MOVE_OPTIMIZER]
+    before_s, before = _step_s(steps, config, device), _count_allocated_bytes(task)
+    words, there_s = _pull_lever(task, lever.apply_times, 1)
+    moved_s, moved = _step_s(steps, config, device), _count_allocated_bytes(task)
+    back_words, back_s = _pull_lever(task, lever.apply_times, 0)
+    after_s, after = _step_s(steps, config, device), _count_allocated_bytes(task)
     moments = 2 * steps.size.trained_bytes
     wrong = []
-    if task.on_gpu and before - moved < FREED_SHARE * moments:
+    if task.uses_gpu and before - moved < FREED_SHARE * moments:
         wrong.append(f"it freed {before - moved} bytes of {moments}, and said: {words}")
     if "host" not in words or "device" not in back_words:
         wrong.append(f"it said: {words}; {back_words}")
@@ -134,14 +140,14 @@ def _step_s(steps: Steps, config: Any, device: torch.device) -> float:
     return [steps.step(config, device)[0] for _ in range(2)][-1]
 
 
-def _allocated(task: Task) -> int:
-    return torch.cuda.memory_allocated() if task.on_gpu else 0
+def _count_allocated_bytes(task: Task) -> int:
+    return torch.cuda.memory_allocated() if task.uses_gpu else 0
 
 
-def _pulled(task: Task, pull: Any, times: int) -> tuple[str, float]:
+def _pull_lever(task: Task, pull: Any, times: int) -> tuple[str, float]:
     began_s = time.perf_counter()
     words = str(pull(times))
-    if task.on_gpu:
+    if task.uses_gpu:
         torch.cuda.synchronize()
     return words, time.perf_counter() - began_s
 

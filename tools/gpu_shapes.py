@@ -34,7 +34,7 @@ def config_of(task: Task, shape: str, num_blocks: int | None = None) -> Path:
     ``num_blocks``: change it to this many decoder blocks.
     """
     directory = resolve_model_directory(shape)
-    if not task.on_gpu:
+    if not task.uses_gpu:
         directory = task.work / "tiny"
         write_tiny_model(directory)
     if num_blocks is None:
@@ -53,11 +53,11 @@ class Shapes:
     def __init__(self, task: Task) -> None:
         """Form the world."""
         self._task = task
-        threads = "auto" if task.on_gpu else "1"
+        threads = "auto" if task.uses_gpu else "1"
         words = [f"run.device={task.device}", f"run.threads={threads}"]
         self.comm = bootstrap(load_config(None, words).run)
         self._plans = ThreadPoolExecutor(4)
-        self._ceiling = _ceiling(self.comm.device) if task.on_gpu else None
+        self._ceiling = _ceiling(self.comm.device) if task.uses_gpu else None
 
     def settings(self, model: Path, seq_len: int, *more: str) -> list[str]:
         """Return the settings of one row of ``seq_len`` tokens per step with LoRA."""
@@ -66,7 +66,7 @@ class Shapes:
 
     def plan(self, settings: list[str]) -> "Future[int | None]":
         """Start planning the peak of the GPU's allocator in a process of its own."""
-        total = torch.cuda.mem_get_info()[1] if self._task.on_gpu else None
+        total = torch.cuda.mem_get_info()[1] if self._task.uses_gpu else None
         return self._plans.submit(planned_bytes, settings, 1, total)
 
     def measure(
@@ -83,7 +83,7 @@ class Shapes:
         """
         device = self.comm.device
         gc.collect()  # an engine has reference cycles
-        if self._task.on_gpu:
+        if self._task.uses_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         torch._dynamo.reset()
@@ -95,7 +95,9 @@ class Shapes:
             self._task.tell(name, "failed", f"{type(error).__name__}: {error}")
             return None
         all_s = time.monotonic() - began_s
-        found = self._found(told, all_s) | _beside(told["device_bytes"], self._wait(planned))
+        found = self._make_figures(told, all_s) | _compare_with_plan(
+            told["device_bytes"], self._wait(planned)
+        )
         if counted is not None:
             off = counted / found["tokens_per_s"] - 1
             found |= {"counted_tokens_per_s": counted, "counted_off": off}
@@ -106,7 +108,7 @@ class Shapes:
         """End the world."""
         shutdown(self.comm)
 
-    def _found(self, told: dict[str, Any], all_s: float) -> dict[str, Any]:
+    def _make_figures(self, told: dict[str, Any], all_s: float) -> dict[str, Any]:
         seconds, flops = told["seconds"], told["flops_per_token"]
         step_s = statistics.median(seconds[WARM:])
         tokens_per_s = told["tokens"] / step_s
@@ -133,7 +135,7 @@ class Shapes:
             return None
 
 
-def _beside(peak_bytes: int | None, planned: int | None) -> dict[str, Any]:
+def _compare_with_plan(peak_bytes: int | None, planned: int | None) -> dict[str, Any]:
     if not peak_bytes or planned is None:
         return {}
     return {"planned_bytes": planned, "planned_off": planned / peak_bytes - 1}

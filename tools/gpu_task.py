@@ -37,7 +37,7 @@ class Task:
         return cls(Path(figures), Path(work), "cpu" if device == "cpu" else "cuda", until_s)
 
     @property
-    def on_gpu(self) -> bool:
+    def uses_gpu(self) -> bool:
         """Whether this checks a GPU, rather than testing the tool at toy size."""
         return self.device == "cuda"
 

@@ -8,7 +8,7 @@ from gpu_parts import ROOT
 from gpu_task import Status, Task
 
 
-class Told:
+class TellPlugin:
     """A pytest plugin that reports each test function when all of its cases are done."""
 
     def __init__(self, task: Task) -> None:
@@ -50,7 +50,7 @@ def main() -> int:
     task = Task.of_arguments()
     words = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "--durations=5"]
     words += ["--basetemp", str(task.work / "tmp"), str(ROOT / "tests" / "gpu")]
-    return int(pytest.main(words, plugins=[Told(task)]))
+    return int(pytest.main(words, plugins=[TellPlugin(task)]))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ WARM = 2  # steps whose time does not count
 def main() -> int:
     """Train a few steps of random rows; report the speed, with hpc_tune's if it was measured."""
     task = Task.of_arguments()
-    seq_len, steps = (4096, 10) if task.on_gpu else (64, 4)
+    seq_len, steps = (4096, 10) if task.uses_gpu else (64, 4)
     model = SHAPES / "llama3-8b"
-    if not task.on_gpu:
+    if not task.uses_gpu:
         model = task.work / "toy"
         model.mkdir()
         (model / "config.json").write_text(
@@ -34,7 +34,7 @@ def main() -> int:
     tokens, settings = task.work / "tokens.json", task.work / "settings.json"
     tokens.write_text(json.dumps([[row, row] for row in rows]), encoding="utf-8")
     said = {"model": str(model), "random": True, "tokens": str(tokens), "mode": "ddp"}
-    said |= {"dtype": "bf16", "rows": 1, "steps": steps, "save_at": None, "cpu": not task.on_gpu}
+    said |= {"dtype": "bf16", "rows": 1, "steps": steps, "save_at": None, "cpu": not task.uses_gpu}
     settings.write_text(json.dumps(said), encoding="utf-8")
     program = [sys.executable, str(TOOLS / "bench_peer.py"), str(settings), str(task.work)]
     code = subprocess.run(program, cwd=task.work).returncode
@@ -45,11 +45,11 @@ def main() -> int:
     first, last = (json.loads(lines[number]) for number in (WARM - 1, -1))
     tokens_per_s = (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
     found = {"tokens_per_s": tokens_per_s, "peak_bytes": last["device_bytes"]}
-    task.tell(NAME, **found, **_beside(task, tokens_per_s))
+    task.tell(NAME, **found, **_compare_with_native(task, tokens_per_s))
     return 0
 
 
-def _beside(task: Task, tokens_per_s: float) -> dict[str, Any]:
+def _compare_with_native(task: Task, tokens_per_s: float) -> dict[str, Any]:
     """Return the MFU, and hpc_tune's speed over the Trainer's, from results of the part speed."""
     check = json.loads((task.figures.parent / "gpu-check.json").read_text(encoding="utf-8"))
     told = [one for part in check["parts"] if part["name"] == "speed" for one in part["figures"]]

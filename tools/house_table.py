@@ -12,8 +12,26 @@ from statistics import median
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hpc_tune"
 MAX_LINES, MAX_PARAMETERS = 60, 8
-MUTATING = {"append", "extend", "insert", "pop", "remove", "clear", "add", "update", "setdefault"}
-MUTATING |= {"discard", "popitem", "sort", "reverse", "appendleft", "popleft", "move_to_end"}
+MUTATING_METHODS = {
+    "append",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "clear",
+    "add",
+    "update",
+    "setdefault",
+}
+MUTATING_METHODS |= {
+    "discard",
+    "popitem",
+    "sort",
+    "reverse",
+    "appendleft",
+    "popleft",
+    "move_to_end",
+}
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = namedtuple("Function", "file name num_lines num_parameters takes_config")
 Trees = dict[str, ast.Module]  # by a file's path within the package
@@ -98,7 +116,7 @@ def module_state(trees: Trees) -> list[str]:
     It changes by ``global``, an attribute, an item, a method in MUTATING, or because its class
     changes itself. Scopes are ignored: a local name that some file has at its top counts as that.
     """
-    changed = set[str]().union(*map(_changed_in, trees.values()))
+    changed = set[str]().union(*map(_find_changed_names, trees.values()))
     found = []
     for file, node in ((file, node) for file, tree in trees.items() for node in tree.body):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -108,17 +126,19 @@ def module_state(trees: Trees) -> list[str]:
     return found
 
 
-def _changed_in(tree: ast.AST) -> set[str]:
+def _find_changed_names(tree: ast.AST) -> set[str]:
     """Return names whose values are changed, and names of classes that change themselves."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name, body=body):
                 methods = [f for f in body if isinstance(f, DEF) and f.name != "__init__"]
-                found |= {name for method in methods if "self" in _changed_in(method)}
+                found |= {name for method in methods if "self" in _find_changed_names(method)}
             case ast.Global(names):
                 found |= {*names}
-            case ast.Attribute(value, name, ctx) if name in MUTATING or type(ctx) is not ast.Load:
+            case ast.Attribute(value, name, ctx) if (
+                name in MUTATING_METHODS or type(ctx) is not ast.Load
+            ):
                 found.add(ast.unparse(value))
             case ast.Subscript(value, ctx=ast.Store() | ast.Del()):
                 found.add(ast.unparse(value))

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 # What a site compiles against its own torch, MPI or CPUs; below, what belongs to a torch.
-_OF_THE_SITE = ("torch", "triton", "pytorch-triton-rocm", "numpy", "mpi4py", "h5py")
-_OF_TORCH = re.compile(r"(torch|triton|pytorch-triton.*|nvidia-(?!ml-py).*|cuda-.*)")
+_SITE_PACKAGES = ("torch", "triton", "pytorch-triton-rocm", "numpy", "mpi4py", "h5py")
+_TORCH_PACKAGES = re.compile(r"(torch|triton|pytorch-triton.*|nvidia-(?!ml-py).*|cuda-.*)")
 _PIP = ("-m", "pip", "--disable-pip-version-check")
 _LIMIT_S = 3600.0
 
@@ -40,7 +40,7 @@ build = "ROCm " + torch.version.hip if torch.version.hip else (
     "CUDA " + torch.version.cuda if torch.version.cuda else "CPUs")
 print(json.dumps([torch.__version__, torch.__file__, build, gpus]))
 """
-_INSTALLED = """
+_LIST_INSTALLED_CODE = """
 import importlib.metadata as m, json, re
 found = {}
 for d in m.distributions():
@@ -118,13 +118,13 @@ def _install(args: argparse.Namespace) -> None:
 
 def _install_into(venv: Path, torch: Torch, args: argparse.Namespace, scratch: Path) -> None:
     python = _environment(venv, torch)
-    site = _asked(python, _INSTALLED)
-    wanted = _wanted(args)
+    site = _ask_python(python, _LIST_INSTALLED_CODE)
+    requirements = _list_requirements(args)
     wheels = ["--no-index", "--find-links", str(args.wheels)] if args.wheels else []
     constraints = scratch / "site.txt"
-    held = _held(site, wanted, torch)
+    held = _hold_versions(site, requirements, torch)
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in held.items()))
-    missing = dict(_missing(python, wanted, constraints, wheels))
+    missing = dict(_find_missing(python, requirements, constraints, wheels))
     for name, version in missing.items():
         old = f" (the site has {site[name][0]})" if name in site else ""
         print(f"  {'would install' if args.dry_run else 'installs'} {name} {version}{old}")
@@ -136,9 +136,11 @@ def _install_into(venv: Path, torch: Torch, args: argparse.Namespace, scratch: P
             source = [] if args.wheels else ["--no-binary=mpi4py"]
             _pip(python, "install", *options, *source, "mpi4py")
         isolation = ["--no-build-isolation"] if args.wheels else []
-        _pip(python, "install", *options, *isolation, str(HERE))
+        _pip(python, "install", *options, *isolation, str(ROOT))
         _check(python, torch, venv)
-    kept = [name for name in sorted(map(_name, wanted)) if name in site and name not in missing]
+    kept = [
+        name for name in sorted(map(_name, requirements)) if name in site and name not in missing
+    ]
     of_site = [f"torch {torch.version}", *(f"{name} {site[name][0]}" for name in kept)]
     print(f"kept from the site: {', '.join(of_site)}")
 
@@ -148,12 +150,12 @@ def _environment(venv: Path, torch: Torch) -> str:
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         _run([sys.executable, "-m", "venv", "--system-site-packages", str(venv)], os.environ)
-    own = Path(_asked(python, _PURELIB))
+    own = Path(_ask_python(python, _PURELIB))
     # Folders of this Python's own environment and of PYTHONPATH come after those of the new one.
     # Activation unsets PYTHONPATH, whose folders would otherwise come first.
-    theirs = [f for f in _asked(sys.executable, _FOLDERS, dict(os.environ)) if Path(f) != own]
+    theirs = [f for f in _ask_python(sys.executable, _FOLDERS, dict(os.environ)) if Path(f) != own]
     theirs += [f for f in os.environ.get("PYTHONPATH", "").split(os.pathsep) if f]
-    have = _asked(python, _FOLDERS)
+    have = _ask_python(python, _FOLDERS)
     if more := [f for f in dict.fromkeys(theirs) if f not in have]:
         (own / "of_the_site.pth").write_text("".join(f"{folder}\n" for folder in more))
     activate = venv / "bin" / "activate"
@@ -168,47 +170,51 @@ def _environment(venv: Path, torch: Torch) -> str:
     return python
 
 
-def _wanted(args: argparse.Namespace) -> list[str]:
+def _list_requirements(args: argparse.Namespace) -> list[str]:
     """Return the requirements of setup.py without torch, and with DeepSpeed only if asked for."""
-    tree = ast.parse((HERE / "setup.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     call = next(
         n for n in ast.walk(tree) if isinstance(n, ast.Call) and "setup" in ast.dump(n.func)
     )
     given = {k.arg: k.value for k in call.keywords}
     extras: dict[str, list[str]] = ast.literal_eval(given["extras_require"])
     left_out = {"torch", "mpi4py", *([] if args.zero else ["deepspeed"])}
-    wanted = [r for r in ast.literal_eval(given["install_requires"]) if _name(r) not in left_out]
+    requirements = [
+        r for r in ast.literal_eval(given["install_requires"]) if _name(r) not in left_out
+    ]
     for extra in args.extra:
         if extra not in extras:
             raise InstallError(f"--extra {extra}: expected one of {', '.join(sorted(extras))}")
-        wanted += extras[extra]
-    return [*wanted, *(["setuptools>=70.1"] if args.wheels else [])]
+        requirements += extras[extra]
+    return [*requirements, *(["setuptools>=70.1"] if args.wheels else [])]
 
 
-def _held(site: dict[str, Any], wanted: Sequence[str], torch: Torch) -> dict[str, str]:
+def _hold_versions(
+    site: dict[str, Any], requirements: Sequence[str], torch: Torch
+) -> dict[str, str]:
     """Return the site's versions to keep: those that are new enough, and always torch."""
-    held = {name: site[name][0] for name in _OF_THE_SITE if name in site}
-    for requirement in wanted:
+    held = {name: site[name][0] for name in _SITE_PACKAGES if name in site}
+    for requirement in requirements:
         name, _, least = requirement.partition(">=")
         if name in held and _numbers(held[name]) < _numbers(least.partition(",")[0]):
             del held[name]
     return {"torch": torch.version} | held  # metadata may lack torch's suffix, such as +cu128
 
 
-def _missing(
-    python: str, wanted: Sequence[str], constraints: Path, wheels: Sequence[str]
+def _find_missing(
+    python: str, requirements: Sequence[str], constraints: Path, wheels: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, version) of what pip would install for ``wanted``, except packages of torch."""
+    """Yield (name, version) of what pip would install for ``requirements``, except packages of torch."""
     report = constraints.with_name("report.json")
     options = ["--dry-run", "--quiet", "--report", str(report), *wheels]
-    if "torch" not in _asked(python, _INSTALLED):
+    if "torch" not in _ask_python(python, _LIST_INSTALLED_CODE):
         version = dict(line.split("==") for line in constraints.read_text().splitlines())["torch"]
         _write_empty_torch(constraints.parent, version)
         options += ["--find-links", str(constraints.parent)]
-    _pip(python, "install", *options, "--constraint", str(constraints), *wanted)
+    _pip(python, "install", *options, "--constraint", str(constraints), *requirements)
     for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
-        name = _plain(item["metadata"]["name"])
-        if not _OF_TORCH.fullmatch(name):
+        name = _normalize_name(item["metadata"]["name"])
+        if not _TORCH_PACKAGES.fullmatch(name):
             yield name, item["metadata"]["version"]
 
 
@@ -235,7 +241,7 @@ def _check(python: str, torch: Torch, venv: Path) -> None:
     now = _torch_of(python)
     if now is None or now.file != torch.file:
         raise InstallError(f"{venv} now has {now or 'no torch'} in place of {torch}")
-    version = _asked(python, "import json, hpc_tune; print(json.dumps(hpc_tune.__version__))")
+    version = _ask_python(python, "import json, hpc_tune; print(json.dumps(hpc_tune.__version__))")
     print(f"installed hpc_tune {version} into {venv}; torch is the site's, as before")
     print(f"next: source {venv}/bin/activate && python -m hpc_tune doctor, on a compute node")
 
@@ -246,7 +252,7 @@ def _torch_of(python: str) -> Torch | None:
     Raises:
         InstallError: if there is one that cannot be imported.
     """
-    environ = dict(os.environ) if python == sys.executable else _without_pythonpath()
+    environ = dict(os.environ) if python == sys.executable else _drop_pythonpath()
     done = subprocess.run(
         [python, "-c", _TORCH], env=environ, capture_output=True, text=True, timeout=_LIMIT_S
     )
@@ -258,17 +264,17 @@ def _torch_of(python: str) -> Torch | None:
     raise InstallError(f"the torch of {python} cannot be imported here: {problem}")
 
 
-def _asked(python: str, code: str, environ: dict[str, str] | None = None) -> Any:
-    return json.loads(_run([python, "-c", code], environ or _without_pythonpath()))
+def _ask_python(python: str, code: str, environ: dict[str, str] | None = None) -> Any:
+    return json.loads(_run([python, "-c", code], environ or _drop_pythonpath()))
 
 
 def _pip(python: str, *arguments: str) -> None:
     # A container may pin versions for pip (PIP_CONSTRAINT), some of them too old.
-    environ = {k: v for k, v in _without_pythonpath().items() if k != "PIP_CONSTRAINT"}
+    environ = {k: v for k, v in _drop_pythonpath().items() if k != "PIP_CONSTRAINT"}
     _run([python, *_PIP, *arguments], environ)
 
 
-def _without_pythonpath() -> dict[str, str]:
+def _drop_pythonpath() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -287,10 +293,10 @@ def _run(argv: Sequence[str], environ: Any) -> str:
 
 
 def _name(requirement: str) -> str:
-    return _plain(re.split(r"[<>=!~\[; ]", requirement)[0])
+    return _normalize_name(re.split(r"[<>=!~\[; ]", requirement)[0])
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

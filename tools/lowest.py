@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_LOWER = re.compile(r'"([\w.-]+)>=([\d.]+)')
+_LOWER_BOUND = re.compile(r'"([\w.-]+)>=([\d.]+)')
 
 
 def main() -> int:
     """Print them; return the exit code."""
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     needed = setup.partition("install_requires")[2].partition("extras_require")[0]
-    lowest = dict(_LOWER.findall(needed))
+    lowest = dict(_LOWER_BOUND.findall(needed))
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name, pinned, version = line.partition("==")
         # pip chooses these, since the oldest versions of the others may refuse the pinned ones.

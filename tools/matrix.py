@@ -32,12 +32,12 @@ from hpc_tune.model.adapters import keep_peft_target_names, resolve_targets
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.experts import find_routers, has_experts
-from hpc_tune.model.grouped_experts import is_groupable_experts, stack_names
+from hpc_tune.model.grouped_experts import can_group_experts, stack_names
 from hpc_tune.model.language import auto_model_class, read_config, read_language_config
 from hpc_tune.model.layers import find_blocks, find_unreplaceable_linears
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import find_decoder
-from hpc_tune.model.stock_reference import ArchitectureNotCheckable, write_small_model
+from hpc_tune.model.stock_reference import UncheckableArchitecture, write_small_model
 from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
@@ -47,10 +47,14 @@ PYTHON = [sys.executable]  # the command that runs a rank
 JITTER = 1e-7
 TOLERANCE = 1e-4  # after steps of AdamW, which amplifies small gradients
 LAUNCH_S = 3600.0
-QUANTIZED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+QUANTIZATION = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
 
 
-def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
+def train_stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     """Return the losses of stock transformers, peft and AdamW, one document at a time.
 
     ``jitter``: relative noise on the weights, like rounding.
@@ -61,7 +65,7 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     model: Any = auto.from_pretrained(directory, dtype=torch.float32)
     if method == "qlora":
         quantized = BitsAndBytesConfig(
-            **QUANTIZED,
+            **QUANTIZATION,
             bnb_4bit_compute_dtype=torch.float32,
             llm_int8_skip_modules=_linears_outside_blocks(model),
         )
@@ -93,11 +97,11 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     return losses
 
 
-def _stock_once(directory: Path, method: str) -> list[float]:
-    """Return the result of ``stock``, cached beside the model."""
+def _train_stock_once(directory: Path, method: str) -> list[float]:
+    """Return the result of ``train_stock``, cached beside the model."""
     kept = directory / f"stock-{method}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(stock(directory, method)))
+        kept.write_text(json.dumps(train_stock(directory, method)))
     losses: list[float] = json.loads(kept.read_text())
     return losses
 
@@ -113,7 +117,7 @@ def _round(model: Any, quantized: Any) -> None:
     for name, layer in quantized.named_modules():
         if isinstance(layer, Linear4bit):
             _round_matrix(model.get_parameter(f"{name}.weight"))
-    for experts in filter(is_groupable_experts, model.modules()):
+    for experts in filter(can_group_experts, model.modules()):
         for name in stack_names(experts):
             for matrix in experts.get_parameter(name):
                 _round_matrix(matrix)
@@ -228,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for method in options.methods
             for layout in options.layouts
             if has_experts(read_language_config(work / name)) or "expert" not in method + layout
-            if not _refused(name, proof, layout, work / name)
+            if not _find_refusal(name, proof, layout, work / name)
             and not (method == "qlora" and proof.adapters)
         ]
         cells = _cells(rows, work)
@@ -242,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         if options.out.exists():
             rest = Page.read(options.out.read_text(encoding="utf-8"))
-            page = rest.updated(page, options.only, options.methods, options.layouts)
+            page = rest.update(page, options.only, options.methods, options.layouts)
         options.out.write_text(page.text(versions, sorted(MODELS)), encoding="utf-8")
     return 1 if wrong else 0
 
@@ -258,11 +262,11 @@ def _prepare(name: str, work: Path) -> ArchitectureCheck:
         if not proof.loss:
             write_small_model(config, work / name, SEEDS.get(name, 0))
         return proof
-    except (ArchitectureNotCheckable, ValueError, TypeError) as error:
+    except (UncheckableArchitecture, ValueError, TypeError) as error:
         return ArchitectureCheck(loss=f"no small model of this kind could be tried: {error}")
 
 
-def _refused(name: str, proof: ArchitectureCheck, layout: str, directory: Path) -> str:
+def _find_refusal(name: str, proof: ArchitectureCheck, layout: str, directory: Path) -> str:
     """Return why a layout does not suit an architecture, or an empty string."""
     if layout not in ("tensor", "pipeline"):
         return ""
@@ -283,7 +287,7 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
         if key not in wanted:
             print(f"stock {key[0]} {key[1]}", file=sys.stderr, flush=True)
             try:
-                wanted[key] = _stock_once(Path(row["directory"]), row["method"])
+                wanted[key] = _train_stock_once(Path(row["directory"]), row["method"])
             except HpcTuneError as error:
                 wanted[key] = str(error)
             except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
@@ -295,10 +299,12 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
             stock_losses: Any = wanted[row["name"], row["method"]]
             key = row["name"], row["method"]
             cell = (*key, row["layout"])
-            cells[cell] = word = _word(told, stock_losses)
+            cells[cell] = word = _format_cell(told, stock_losses)
             if word.startswith("WRONG"):
                 if key not in noise:
-                    noise[key] = _gap(stock(Path(row["directory"]), key[1], JITTER), stock_losses)
+                    noise[key] = _gap(
+                        train_stock(Path(row["directory"]), key[1], JITTER), stock_losses
+                    )
                 if (gap := _gap(told["losses"], stock_losses)) <= 2 * noise[key]:
                     cells[cell] = f"{gap:.0e} of {noise[key]:.0e}"
     for row in rows:
@@ -308,7 +314,7 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
     return cells
 
 
-def _word(told: dict[str, Any], wanted: list[float]) -> str:
+def _format_cell(told: dict[str, Any], wanted: list[float]) -> str:
     if "crash" in told:
         return f"CRASH {told['crash']}"
     if "error" in told:
@@ -331,13 +337,13 @@ def _page(
     page = Page()
     for name, proof in proofs.items():
         if proof.loss:
-            page.notes.append(Note(name, "", _short(proof.loss)))
+            page.notes.append(Note(name, "", _shorten(proof.loss)))
             continue
         shape = read_language_config(work / name)
 
         def note(*about: str, text: str, name: str = name, kind: str = shape.model_type) -> None:
             of_any = text.replace(f" a {kind} model", " such a model").replace(f" {kind} ", " ")
-            page.notes.append(Note(name, ", ".join(about), _short(of_any)))
+            page.notes.append(Note(name, ", ".join(about), _shorten(of_any)))
 
         is_mixture_of_experts = has_experts(shape)
         for method in (m for m in methods if is_mixture_of_experts or m != "experts"):
@@ -352,7 +358,7 @@ def _page(
             shown = ["-" if text.startswith("refused") else text for text in row]
             page.rows[name, method] = ["no" if proof.packing else "yes", *shown]
         for layout in ("tensor", "pipeline"):
-            if why := _refused(name, proof, layout, work / name):
+            if why := _find_refusal(name, proof, layout, work / name):
                 note(layout, text=why)
         if proof.adapters:
             note("qlora", text=proof.adapters)
@@ -361,7 +367,7 @@ def _page(
     return page
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     first = text.strip().split("\n")[0].rstrip(".")
     return f"{first if len(first) < 220 else first[:217] + '..'}."
 

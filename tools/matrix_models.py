@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-DENSE = """
+DENSE_MODELS = """
 apertus arcee biogpt bitnet bloom codegen cohere cohere2 ctrl cwm diffllama doge ernie4_5 exaone4
 falcon falcon_mamba gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox
 gpt_neox_japanese gptj granite helium hyperclovax internlm3 jais2 llama mamba mamba2 minicpm3
@@ -16,8 +16,8 @@ ministral3 mistral mpt nanochat olmo olmo2 olmo3 openai-gpt opt persimmon phi ph
 qwen3_5_text recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu zamba2
 zaya
 """
-OTHERS = "bart bert camembert cpmant electra roberta xlnet xlstm"  # most are not causal
-WITH_IMAGES = (
+OTHER_MODELS = "bart bert camembert cpmant electra roberta xlnet xlstm"  # most are not causal
+IMAGE_MODELS = (
     "exaone4_5 gemma3 gemma4 internvl llava mistral3 muse_glimmer qwen3_5 qwen3_vl smolvlm"
 )
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -32,10 +32,14 @@ nemotron_h_omni openai_privacy_filter qwen3_omni_moe solar_open unlimited_ocr
 """
 INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128}
 INDEXER |= {"indexer_budget": 2048, "indexer_compress_ratio": 16}
-QUARTER = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 HEADS_OF_128 = {"head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: {} for part in (DENSE, WITH_IMAGES, OTHERS, EXPERTS) for name in part.split()},
+    **{
+        name: {}
+        for part in (DENSE_MODELS, IMAGE_MODELS, OTHER_MODELS, EXPERTS)
+        for name in part.split()
+    },
     "bamba": {"attn_layer_indices": [1, 2]},
     "dbrx": {
         **{"d_model": 6144, "n_heads": 48, "n_layers": 40},
@@ -86,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
     "qwen3_omni_moe_thinker": {"text_config": HEADS_OF_128 | {"num_attention_heads": 32}},
     "qwen4_exp": {
-        "text_config": INDEXER | {"rope_parameters": QUARTER | {"mrope_section": [11, 11, 10]}}
+        "text_config": INDEXER | {"rope_parameters": QUARTER_ROPE | {"mrope_section": [11, 11, 10]}}
     },
     "minimax_m3_vl": {
         "text_config": {

@@ -20,7 +20,7 @@ LAYOUTS = {
     "expert4": "shard 4, expert 2",
 }
 _HEADER = f"| architecture | packed | method | {' | '.join(LAYOUTS.values())} |"
-_REFUSED = "## What is refused, and why"
+_REFUSED_HEADING = "## What is refused, and why"
 _ALL = "in all"
 _NOTE = re.compile(r"- \*\*(?P<about>[\w ,]+)\*\* \((?P<names>[\w., -]+)\): (?P<text>.*)")
 _TEXT = """\
@@ -53,7 +53,7 @@ class Page:
     @classmethod
     def read(cls, text: str) -> "Page":
         """Return what a written page holds."""
-        table, _, notes = text.partition(_REFUSED)
+        table, _, notes = text.partition(_REFUSED_HEADING)
         page = cls()
         for found in map(_NOTE.match, notes.splitlines()):
             if found:
@@ -67,7 +67,7 @@ class Page:
                 page.rows[name, method] = [packed, *gaps, *[""] * (len(LAYOUTS) - len(gaps))]
         return page
 
-    def updated(
+    def update(
         self,
         new: "Page",
         names: Collection[str],
@@ -94,9 +94,9 @@ class Page:
         notes = [note for note in self.notes if is_kept(note)]
         return Page(rows, list(dict.fromkeys([*notes, *new.notes])))
 
-    def text(self, versions: str, known: Sequence[str]) -> str:
-        """Return the page as Markdown, with architectures in the order of ``known``."""
-        order = {name: number for number, name in enumerate(known)}
+    def text(self, versions: str, known_names: Sequence[str]) -> str:
+        """Return the page as Markdown, with architectures in the order of ``known_names``."""
+        order = {name: number for number, name in enumerate(known_names)}
         rows = sorted(self.rows, key=lambda key: (order[key[0]], METHODS.index(key[1])))
         lines = [
             "# Models\n",
@@ -115,4 +115,4 @@ class Page:
             f"- **{about or _ALL}** ({', '.join(names)}): {text}"
             for (about, text), names in alike.items()
         ]
-        return "\n".join([*lines, "", _REFUSED, "", *notes, ""])
+        return "\n".join([*lines, "", _REFUSED_HEADING, "", *notes, ""])

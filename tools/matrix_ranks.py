@@ -5,7 +5,7 @@
 ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}; rank 0 appends a
 line to RESULTS for each row from number FIRST on: {"losses": [...]} or {"error": text}. Each row
 makes process groups, for which gloo keeps a thread per peer, and the heap becomes fragmented: so a
-launch ends after ROWS_PER_LAUNCH rows, or when one of its ranks has MOST_BYTES.
+launch ends after ROWS_PER_LAUNCH rows, or when one of its ranks has MAX_BYTES.
 """
 
 import gc
@@ -34,7 +34,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
 ROWS_PER_LAUNCH = 60
-MOST_BYTES = 1.5 * 2**30
+MAX_BYTES = 1.5 * 2**30
 RANKS = {layout: 2 for layout in LAYOUTS} | {"one": 1, "expert4": 4}
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
@@ -92,7 +92,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     config, name = settings(row), row["layout"]
     layout = layout_of(row, comm.world.size)
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
-    built.module.within_documents &= row["attention"]
+    built.module.uses_document_attention &= row["attention"]
     plan = StepPlan.for_model(built, layout, config.parallel)
     given = EngineSettings(plan, comm.device, config.optim, config.train)
     make: Any = ZeroEngine if name == "zero3" else NativeEngine
@@ -128,7 +128,7 @@ def main() -> None:
                 out.write(json.dumps(told) + "\n")
         gc.collect()  # engines have reference cycles
         freeze()
-        if comm.max([float(psutil.Process().memory_info().rss)])[0] > MOST_BYTES:
+        if comm.max([float(psutil.Process().memory_info().rss)])[0] > MAX_BYTES:
             break
     shutdown(comm)
 

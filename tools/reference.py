@@ -83,7 +83,9 @@ def _lines_of(kinds: Iterable[type]) -> Iterator[str]:
 
 def _events() -> Iterator[str]:
     yield from (f"Each line has {_fields(EVENT_FIELDS)}. The kinds:", "")
-    rows = [(f"`{name}`", kind.when, _fields(kind.fields)) for name, kind in EVENT_KINDS.items()]
+    rows = [
+        (f"`{name}`", kind.occasion, _fields(kind.fields)) for name, kind in EVENT_KINDS.items()
+    ]
     yield from _table("| kind | when | more fields |", rows)
 
 

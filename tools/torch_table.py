@@ -27,7 +27,7 @@ from hpc_tune.packages import fast_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S, TOLERANCE = 300.0, 1e-5
-SHORT = (
+SHORT_RUN = (
     *("run.threads=1", "run.tensorboard=false", "model.dtype=fp32"),
     *("data.seq_len=128", "batch.global_size=4", "batch.micro_size=2", "optim.lr=1e-3"),
     *("train.max_steps=4", "data.eval_fraction=0"),
@@ -44,7 +44,7 @@ METHODS = {
     "float8 emulated": ["train.compile=true", "train.float8=true", "model.dtype=bf16"],
 }
 # float8 rounding as on GPUs that have it, emulated by torchao on any device.
-EMULATED = """
+EMULATION_CODE = """
 import functools, sys
 from hpc_tune.__main__ import main
 from hpc_tune.engine import native
@@ -114,9 +114,9 @@ def _losses(python: Path, files: Path, method: str, layout: str) -> list[float] 
     model = str(files / "experts") if method == "experts" else "builtin:tiny"
     data = str(files / "pairs.jsonl") if method == "dpo" else "builtin:pydocs"
     where = [f"run.dir={run_dir}", f"model.path={model}", f"data.path={data}"]
-    program = ["-c", EMULATED] if method == "float8 emulated" else ["-m", "hpc_tune"]
+    program = ["-c", EMULATION_CODE] if method == "float8 emulated" else ["-m", "hpc_tune"]
     device = "auto" if method == "float8 emulated" else "cpu"
-    settings = dict(word.split("=", 1) for word in (*SHORT, *METHODS[method], *LAYOUTS[layout]))
+    settings = dict(word.split("=", 1) for word in (*SHORT_RUN, *METHODS[method], *LAYOUTS[layout]))
     train = [*program, *where, f"run.device={device}", *map("=".join, settings.items())]
     mpirun = [str(python.parent / "mpirun"), "--oversubscribe", "--bind-to", "none", "-np", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "DS_BUILD_OPS": "0"}

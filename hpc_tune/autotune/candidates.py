@@ -19,7 +19,7 @@ from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_t
 from hpc_tune.step.layout import Layout, describe_axes, list_divisors, row_sharing_problems
 from hpc_tune.step.size import static_bytes
 
-_MAX_PERMUTED_RANKS, _PENALTY_PER_AXIS, _CLEARLY_FASTER_RATIO = 5, 0.03, 0.8
+_MAX_PERMUTED_RANKS, _PENALTY_PER_AXIS, _REORDER_TIME_RATIO = 5, 0.03, 0.8
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def legal_layouts(
     parallel: ParallelConfig,
     model: Any,
     num_ranks: int,
-    with_tensor: bool = True,
+    allow_tensor_parallel: bool = True,
     num_experts: int = 1,
 ) -> list[Layout]:
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
     Axes that are set are kept. With more than eight ranks, only all of them and powers of two are
-    tried. ``model`` is the transformers config; ``with_tensor``: see
+    tried. ``model`` is the transformers config; ``allow_tensor_parallel``: see
     ``constraints.allows_tensor_parallel``; ``num_experts``: how many experts can be distributed
     over ranks.
     """
@@ -106,7 +106,7 @@ def legal_layouts(
         if size < num_ranks and num_ranks > 8 and size & (size - 1):
             continue
         for pipeline, tensor, shard in itertools.product(list_divisors(size), repeat=3):
-            if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
+            if size % (pipeline * tensor * shard) or (tensor > 1 and not allow_tensor_parallel):
                 continue
             axes = (size // (pipeline * tensor * shard), shard, tensor, pipeline)
             whole = Layout(*axes, context=parallel.context)
@@ -168,7 +168,7 @@ def ring_order(network: Network) -> tuple[int, ...]:
 
     launched = tuple(range(size))
     best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gathers_s)
-    return best if gathers_s(best) < _CLEARLY_FASTER_RATIO * gathers_s(launched) else launched
+    return best if gathers_s(best) < _REORDER_TIME_RATIO * gathers_s(launched) else launched
 
 
 def _slowest_link_rate(ranks: Sequence[int], network: Network) -> float:

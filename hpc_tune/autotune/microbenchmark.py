@@ -40,7 +40,7 @@ FEW_BLOCKS, MORE_BLOCKS = 1, 2
 _REPEATS, _MIN_TIMED_S = 3, 0.3
 _MAX_TOKENS_ON_CPU = 1024  # for which a block of an 8B model takes ten seconds
 _BUFFER_VALUES, _MATRIX_WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
-_SHORT_GATHERS_S = 1.0
+_MAX_TIMED_GATHERS_S = 1.0
 
 
 class BlockModels:
@@ -103,12 +103,16 @@ class BlockModels:
 
 
 def measure_compute(
-    models: BlockModels, rows: int, network: Network, order: Sequence[int], with_tensor: bool
+    models: BlockModels,
+    rows: int,
+    network: Network,
+    order: Sequence[int],
+    allow_tensor_parallel: bool,
 ) -> Compute:
     """Measure this model's blocks on these ranks; every rank returns the same result. Collective.
 
     ``rows``: of a micro-batch; ``network``: the measured links; ``order``: the ranks of
-    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see
+    ``models.comm`` as ``network`` numbers them; ``allow_tensor_parallel``: see
     ``constraints.allows_tensor_parallel``.
 
     Raises:
@@ -126,12 +130,12 @@ def measure_compute(
     unshard_s = _unshard_s_per_byte(comm)
     # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
     gathers_s = network.collective_s("all_gather", [order], models.gathered_bytes)
-    if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_GATHERS_S:
+    if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _MAX_TIMED_GATHERS_S:
         once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_and_discard, batch)
         more_s = _slowest_rank_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
         unshard_s = max(unshard_s, more_s / models.gathered_bytes)
     sync_s = None
-    if num_ranks > 1 and with_tensor:
+    if num_ranks > 1 and allow_tensor_parallel:
         sync_s = _sliced_all_reduce_s(models, batch, seconds[MORE_BLOCKS], network, order)
     if sync_s is None:
         sync_s = _small_all_reduce_s(comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES))
@@ -240,11 +244,11 @@ def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
     multiply = partial(torch.mm, matrix, matrix)
     products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
 
-    def time_products(with_all_reduce: bool) -> float:
+    def time_products(include_all_reduce: bool) -> float:
         def work() -> None:
             for _ in range(products):
                 multiply()
-            if with_all_reduce:
+            if include_all_reduce:
                 dist.all_reduce(little)
 
         return _slowest_rank_s(work, comm)

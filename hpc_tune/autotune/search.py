@@ -41,12 +41,12 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_host_limit, trim_heap
 from hpc_tune.model.build import resolve_dtype
-from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.builtin import BUILTIN_TINY_MODEL
 from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.experts import require_shardable_experts
 from hpc_tune.model.language import read_language_config
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine, detect_machine, run_plan
-from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
+from hpc_tune.plan.memory_model import upper_bound_bytes, upper_bound_fits
 from hpc_tune.plan.report import MemoryPlan, make_plan
 from hpc_tune.plan.resolve import min_micro_rows, open_shape, planned_dtype, resolve, with_layout
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
@@ -70,7 +70,7 @@ from hpc_tune.world.comm import Comm
 
 
 _SYNC_S = 50e-6
-_REACHED_FLOPS_SHARE = 0.4  # of a data sheet's flops that training reaches
+_ACHIEVED_FLOPS_FRACTION = 0.4  # of a data sheet's flops that training reaches
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ def measurements_from_data_sheet(cluster: Cluster, nodes: int, node_ranks: int) 
 def compute_from_data_sheet(
     cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
 ) -> Compute:
-    """Return how fast a cluster's ranks compute, at ``_REACHED_FLOPS_SHARE`` of its flops."""
+    """Return how fast a cluster's ranks compute, at ``_ACHIEVED_FLOPS_FRACTION`` of its flops."""
     head = (6 if size.is_fully_trained else 4) * model.vocab_size * model.hidden_size
     whole = flops_per_token(size, model, seq_len)
     block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
-    speed = _REACHED_FLOPS_SHARE * cluster.flops
+    speed = _ACHIEVED_FLOPS_FRACTION * cluster.flops
     # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
     return Compute(
@@ -158,19 +158,19 @@ MAX_SHOWN_LAYOUTS = 5
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result: ``rows`` are the fastest that fit, ``refused`` faster ones that do not fit.
+    """The result: ``rows`` are the fastest that fit, ``unfit_candidates`` faster ones that do not fit.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
-    ``why_rows_shared``: why ranks share rows although the settings do not ask for it.
+    ``row_sharing_reason``: why ranks share rows although the settings do not ask for it.
     """
 
     rows: list[Candidate]
-    refused: list[Candidate]
+    unfit_candidates: list[Candidate]
     layout_without_auto: Candidate | None
     single_rank: Candidate | None
     num_ranks: int
-    why_rows_shared: str = ""
+    row_sharing_reason: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -192,83 +192,99 @@ def choose_layout_for_command(
         raise ConfigError(f"--hardware {cluster_name}: expected {', '.join(CLUSTERS)}")
     cluster = CLUSTERS[cluster_name] if cluster_name else None
     if measured_file is not None:
-        measured = Measurements.read(Path(measured_file))
+        measurements = Measurements.read(Path(measured_file))
     elif cluster is not None:
-        measured = measurements_from_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
+        measurements = measurements_from_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
     else:
         raise ConfigError(
             f"parallel=auto: link speeds are not known: give --hardware {_cluster_names()}, or "
             "--measured FILE with the output of `python -m hpc_tune doctor --json` on those nodes"
         )
-    choice = search_layout(config, _restrict_machine(machine, measured.nodes), measured, cluster)
-    used = _restrict_machine(machine, [measured.nodes[rank] for rank in choice.best.ranks])
+    choice = search_layout(
+        config, _restrict_machine(machine, measurements.nodes), measurements, cluster
+    )
+    used = _restrict_machine(machine, [measurements.nodes[rank] for rank in choice.best.ranks])
     parallel = with_layout(config.parallel, choice.best.layout)
     return choice, used, config.model_copy(update={"parallel": parallel})
 
 
 def search_layout(
-    config: RunConfig, machine: Machine, measured: Measurements, cluster: Cluster | None = None
+    config: RunConfig, machine: Machine, measurements: Measurements, cluster: Cluster | None = None
 ) -> LayoutChoice:
-    """Return the fastest layout that fits ``machine``, and the next ones. If ``measured`` does not
+    """Return the fastest layout that fits ``machine``, and the next ones. If ``measurements`` does not
     say how fast ranks compute, the data sheets of ``cluster`` do.
 
     Raises:
         ConfigError: if no layout is legal or fits, or neither says how fast ranks compute.
         DataError: as ``make_plan``.
     """
-    asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
+    parallel_config, seq_len, num_ranks = (
+        config.parallel,
+        config.data.seq_len,
+        len(measurements.nodes),
+    )
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
-    compute = measured.compute
+    compute = measurements.compute
     if compute is None and cluster is not None:
-        recomputes = asked.recompute == "full"
+        recomputes = parallel_config.recompute == "full"
         compute = compute_from_data_sheet(cluster, size, built.config, seq_len, recomputes)
     if compute is None:
         raise ConfigError(
             f"how fast ranks compute is not known: name a cluster by --hardware {_cluster_names()}"
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
-    network = Network.from_links(measured.links, measured.nodes)
-    with_tensor = allows_tensor_parallel(config.tune, config.train)
-    may_shard_experts = allows_expert_parallel(asked, config.train)
-    num_experts = require_shardable_experts(built.module, asked.expert) if may_shard_experts else 1
-    layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
-    if built.tokens and built.tied:  # the head reads their rows too: train/model.py
+    network = Network.from_links(measurements.links, measurements.nodes)
+    allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
+    may_shard_experts = allows_expert_parallel(parallel_config, config.train)
+    num_experts = (
+        require_shardable_experts(built.module, parallel_config.expert) if may_shard_experts else 1
+    )
+    layouts = legal_layouts(
+        parallel_config, built.config, num_ranks, allow_tensor_parallel, num_experts
+    )
+    if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    may_share = asked.context == 1 and allows_context_parallel(asked, config.train)
+    may_share = parallel_config.context == 1 and allows_context_parallel(
+        parallel_config, config.train
+    )
     may_share = may_share and try_sharing_attention(built.module)
     shared: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share:
         near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
         shared = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
-    common_arguments = asked, config.batch, work, machine, compute, network
-    legal = predict_candidates(layouts + shared[0], *common_arguments)
+    common_arguments = parallel_config, config.batch, work, machine, compute, network
+    legal_candidates = predict_candidates(layouts + shared[0], *common_arguments)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
-        parallel = with_layout(asked, candidate.layout)
-        used = _restrict_machine(machine, [measured.nodes[rank] for rank in candidate.ranks])
+        parallel = with_layout(parallel_config, candidate.layout)
+        used = _restrict_machine(machine, [measurements.nodes[rank] for rank in candidate.ranks])
         return make_plan(config.model_copy(update={"parallel": parallel}), used)
 
     def with_micro_rows(candidate: Candidate, rows: int) -> Candidate:
-        settings = asked.model_copy(update={"reshard": candidate.reshard})
+        settings = parallel_config.model_copy(update={"reshard": candidate.reshard})
         time = step_time(work, candidate.layout, candidate.ranks, settings, rows, compute, network)
         return replace(candidate, micro_rows=rows, time=time)
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
-    search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
-    predict_more = partial(predict_candidates, shared[1], *common_arguments)
-    rows, refused = search.fastest_that_fit(legal, predict_more)
-    layout = resolve(asked, size, built.config, machine, num_ranks).layout
-    layout_without_auto = next((c for c in legal if c.layout == layout), None)
-    single_rank = next((c for c in legal if c.layout.size == 1), None)
-    why_rows_shared = _why_rows_shared(rows[0].layout, work.global_rows) if may_share else ""
-    return LayoutChoice(rows, refused, layout_without_auto, single_rank, num_ranks, why_rows_shared)
+    search = _LayoutSearch(work, machine, num_ranks, parallel_config, plan_of, rows_of)
+    predict_more_candidates = partial(predict_candidates, shared[1], *common_arguments)
+    rows, unfit_candidates = search.select_fastest_candidates(
+        legal_candidates, predict_more_candidates
+    )
+    layout = resolve(parallel_config, size, built.config, machine, num_ranks).layout
+    layout_without_auto = next((c for c in legal_candidates if c.layout == layout), None)
+    single_rank = next((c for c in legal_candidates if c.layout.size == 1), None)
+    row_sharing_reason = _explain_row_sharing(rows[0].layout, work.global_rows) if may_share else ""
+    return LayoutChoice(
+        rows, unfit_candidates, layout_without_auto, single_rank, num_ranks, row_sharing_reason
+    )
 
 
-def _why_rows_shared(best: Layout, num_rows: int) -> str:
+def _explain_row_sharing(best: Layout, num_rows: int) -> str:
     if best.context == 1:
         return ""
     if num_rows < best.num_weight_ranks:
@@ -286,10 +302,12 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
         if other is not None and all(row.layout != other.layout for row in shown):
             lines.append(_format_row(other, note))
             shown.append(other)
-    lines += [_format_row(row, "does not fit") for row in choice.refused[:MAX_SHOWN_LAYOUTS]]
-    if (others := len(choice.refused) - MAX_SHOWN_LAYOUTS) > 0:
+    lines += [
+        _format_row(row, "does not fit") for row in choice.unfit_candidates[:MAX_SHOWN_LAYOUTS]
+    ]
+    if (others := len(choice.unfit_candidates) - MAX_SHOWN_LAYOUTS) > 0:
         lines.append(f"        and {others} more, none of which fits")
-    reasons = [choice.why_rows_shared] if choice.why_rows_shared else []
+    reasons = [choice.row_sharing_reason] if choice.row_sharing_reason else []
     if default and alone and default.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
@@ -361,44 +379,48 @@ class _LayoutSearch:
     work: StepWork
     machine: Machine
     num_ranks: int
-    asked: ParallelConfig
+    parallel_config: ParallelConfig
     plan_of: Callable[[Candidate], MemoryPlan]
     with_micro_rows: Callable[[Candidate, int], Candidate] | None
-    planned: list[_PlannedCandidate] = field(default_factory=list)
+    planned_candidates: list[_PlannedCandidate] = field(default_factory=list)
 
-    def fastest_that_fit(
-        self, legal: Sequence[Candidate], predict_more: Callable[[], Sequence[Candidate]]
+    def select_fastest_candidates(
+        self,
+        legal_candidates: Sequence[Candidate],
+        predict_more_candidates: Callable[[], Sequence[Candidate]],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the fastest of ``legal`` that fits and slower ones, and faster ones that do not.
+        """Return the fastest of ``legal_candidates`` that fits and slower ones, and faster ones that do not.
 
         Slower ones are not planned: they may not fit. If none fits, the candidates that
-        ``predict_more`` returns are tried too.
+        ``predict_more_candidates`` returns are tried too.
 
         Raises:
             ConfigError: if no candidate fits.
         """
-        rows, refused = self._find_fitting(legal)
+        rows, unfit_candidates = self._split_by_fit(legal_candidates)
         if not rows:
-            more = predict_more()
-            legal = [*legal, *more]
-            rows, more_refused = self._find_fitting(more)
-            refused += more_refused
+            more = predict_more_candidates()
+            legal_candidates = [*legal_candidates, *more]
+            rows, more_refused = self._split_by_fit(more)
+            unfit_candidates += more_refused
         if not rows:
-            raise ConfigError(self._why_nothing_fits(len(legal)))
-        return sorted(rows, key=self._penalized_s), refused
+            raise ConfigError(self._explain_no_fit(len(legal_candidates)))
+        return sorted(rows, key=self._penalized_s), unfit_candidates
 
-    def _find_fitting(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    def _split_by_fit(
+        self, legal_candidates: Sequence[Candidate]
+    ) -> tuple[list[Candidate], list[Candidate]]:
         rows: list[Candidate] = []
-        refused: list[Candidate] = []
-        for candidate in legal:
+        unfit_candidates: list[Candidate] = []
+        for candidate in legal_candidates:
             best = min((self._penalized_s(row) for row in rows if row.fits), default=math.inf)
             if self._penalized_s(candidate) < best:
                 weighed = self._predict_memory(candidate)
-                (rows if weighed.fits else refused).append(weighed)
+                (rows if weighed.fits else unfit_candidates).append(weighed)
             elif len(rows) < MAX_SHOWN_LAYOUTS:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
-        return rows, refused
+        return rows, unfit_candidates
 
     def _penalized_s(self, candidate: Candidate) -> float:
         return candidate.penalized_s(self.num_ranks)
@@ -409,9 +431,13 @@ class _LayoutSearch:
         room = machine.bytes_per_rank
         tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
         most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
-        if layout.expert == 1 and surely_fits(most, machine):  # else sent tokens are copied too
+        if layout.expert == 1 and upper_bound_fits(
+            most, machine
+        ):  # else sent tokens are copied too
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
-        least = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
+        least = max(
+            (p.lower_bound_bytes(candidate, work.size) for p in self.planned_candidates), default=0
+        )
         if least > room:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
@@ -419,24 +445,29 @@ class _LayoutSearch:
         steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         non_static_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
+        self.planned_candidates.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
         fitting = plan.tokens_that_fit // work.seq_len
         if self.with_micro_rows and 0 < fitting < candidate.micro_rows:
             candidate = self.with_micro_rows(candidate, 1 << (fitting.bit_length() - 1))
         return replace(candidate, memory=format_bytes(num_bytes), fits=plan.fits)
 
-    def _why_nothing_fits(self, num_legal: int) -> str:
+    def _explain_no_fit(self, num_legal: int) -> str:
         room = format_bytes(self.machine.bytes_per_rank)
-        if self.planned:
+        if self.planned_candidates:
             size = self.work.size
-            best = min(self.planned, key=lambda p: p.lower_bound_bytes(p.candidate, size))
+            best = min(
+                self.planned_candidates, key=lambda p: p.lower_bound_bytes(p.candidate, size)
+            )
             least = format_bytes(best.lower_bound_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
                 f"was found is {least} of {room} per rank, with {best.candidate}. "
                 f"What would help there:\n  - " + "\n  - ".join(best.advice)
             )
-        axes = self.asked.axes | {"expert": self.asked.expert, "context": self.asked.context}
+        axes = self.parallel_config.axes | {
+            "expert": self.parallel_config.expert,
+            "context": self.parallel_config.context,
+        }
         given = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
         unfit = "divides no such number of ranks, does not suit the model, or "
         unfit = f"{given} {unfit}" if given else ""
@@ -493,17 +524,17 @@ def measure_and_choose_layout(config: RunConfig, world: Comm) -> tuple[Candidate
     """
     path, comm = config.model.path, world.with_step_timeout()  # no rank may work for hours here
     refuse_weightless_shape(path)
-    if path != BUILTIN_TINY:
+    if path != BUILTIN_TINY_MODEL:
         comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = detect_machine(comm, find_host_limit(config.memory.host_limit).num_bytes)
-    measured, ordered = measure_world(config, comm, machine)
+    measurements, ordered = measure_world(config, comm, machine)
     write_settings, limit_s = partial(write_resolved_config, config), config.run.timeout / 2
-    best, lines = choose_layout_on_rank_0(measured, write_settings, ordered, machine, limit_s)
+    best, lines = choose_layout_on_rank_0(measurements, write_settings, ordered, machine, limit_s)
     for line in lines:
         log.info("%s", line)
-    best = replace(best, links=describe_links(measured.links))
-    return best, regroup(ordered, measured.link_positions(best.ranks), config.run.timeout)
+    best = replace(best, links=describe_links(measurements.links))
+    return best, regroup(ordered, measurements.link_positions(best.ranks), config.run.timeout)
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
@@ -529,8 +560,8 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
         seq_len, room = config.data.seq_len, machine.bytes_per_rank
         models = BlockModels(shape, config.parallel, config.optim, seq_len, ordered, room)
         rows = min_micro_rows(config.batch)
-        with_tensor = allows_tensor_parallel(config.tune, config.train)
-        compute = measure_compute(models, rows, network, order, with_tensor)
+        allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
+        compute = measure_compute(models, rows, network, order, allow_tensor_parallel)
     trim_heap()
     if comm.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -538,7 +569,7 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
 
 
 def choose_layout_on_rank_0(
-    measured: Measurements,
+    measurements: Measurements,
     write_settings: Callable[[Path], None],
     comm: Comm,
     machine: Machine,
@@ -555,7 +586,7 @@ def choose_layout_on_rank_0(
     def ask() -> str:
         with tempfile.TemporaryDirectory() as folder:
             file, settings = Path(folder) / "measured.json", Path(folder) / "config.yaml"
-            file.write_text(measured.to_json(), encoding="utf-8")
+            file.write_text(measurements.to_json(), encoding="utf-8")
             write_settings(settings)
             try:
                 done = run_plan(settings, machine, ["--measured", str(file)], limit_s)
@@ -574,9 +605,9 @@ def choose_layout_on_rank_0(
     return choice_from_json(comm.run_on_rank_0("choosing the layout", ask))
 
 
-def compare_step_times(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
+def compare_step_times(chosen_candidate: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
     """Return the predicted step time and the median of the measured ones without the first."""
-    steps_s, predicted_s = list(steps_s), chosen.time.seconds
+    steps_s, predicted_s = list(steps_s), chosen_candidate.time.seconds
     measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None
     off = None if measured_s is None else measured_s / predicted_s - 1
     if off is not None:
@@ -587,10 +618,10 @@ def compare_step_times(chosen: Candidate, steps_s: Iterable[float]) -> dict[str,
             100 * off,
         )
     return {
-        "layout": str(chosen.layout),
-        "ranks": list(chosen.ranks),
+        "layout": str(chosen_candidate.layout),
+        "ranks": list(chosen_candidate.ranks),
         "predicted_step_s": predicted_s,
         "measured_step_s": measured_s,
         "off": off,
-        "predicted_comm_share": chosen.time.comm_share,
+        "predicted_comm_share": chosen_candidate.time.comm_share,
     }

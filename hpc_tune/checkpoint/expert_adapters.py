@@ -196,11 +196,13 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
             found.expert_layers.update(one.layer.rpartition(".")[2] for one in matrices)
             continue
         if layer:
-            stored = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
+            stored = storage.names.renamed_tensors.get(f"{layer}.weight", layer).removesuffix(
+                ".weight"
+            )
             found.layers[stored] = layer
             called = f"{ADAPTER_PREFIX}{stored}{name.removeprefix(ADAPTER_PREFIX + layer)}"
         shape, values = index.shapes[name], functools.partial(read, name)
-        found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
+        found.regions.append(Region.cover_tensor(called, index.dtypes[name], shape, values))
     return found if found.expert_layers else None
 
 
@@ -248,4 +250,4 @@ def _expert_region(
         return by_expert[matrix.outputs].contiguous()
 
     called = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
-    return Region.whole(called, index.dtypes[name], shape, values)
+    return Region.cover_tensor(called, index.dtypes[name], shape, values)

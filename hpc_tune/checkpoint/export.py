@@ -90,7 +90,7 @@ def export_adapter(
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
     index = index_checkpoint(checkpoint)
-    with replacing_folder(out, base) as temporary:
+    with replace_folder(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
         write_chat_template(template, base, temporary)
@@ -133,7 +133,7 @@ def _export_per_expert(
     if (adapter := split_experts(index_checkpoint(checkpoint), base)) is None:
         log.warning("%s is not written: no names are known for single experts of this model", out)
         return
-    with replacing_folder(out, base) as temporary:
+    with replace_folder(out, base) as temporary:
         adapter.write(peft_folder, temporary)
         copy_tokenizer(base, temporary)
         write_chat_template(template, base, temporary)
@@ -152,11 +152,11 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         find_peft_stack_names,
         make_lora_config,
     )
-    from hpc_tune.model.modules_to_save import SUFFIX, token_ids
+    from hpc_tune.model.modules_to_save import TOKEN_DELTA_SUFFIX, token_ids
 
     names = [n for n in index.shapes if n.startswith(ADAPTER_PREFIX)]
     regions = [
-        Region.whole(n, index.dtypes[n], index.shapes[n], functools.partial(index.read, n))
+        Region.cover_tensor(n, index.dtypes[n], index.shapes[n], functools.partial(index.read, n))
         for n in names
     ]
     written = write_regions(out / ADAPTER_FILE, regions)
@@ -177,7 +177,9 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         kinds = config.target_modules
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
-            others = (path for path in paths if not adapted_layer(path) and SUFFIX not in path)
+            others = (
+                path for path in paths if not adapted_layer(path) and TOKEN_DELTA_SUFFIX not in path
+            )
             config.modules_to_save = sorted({path.rpartition(".")[0] for path in others})
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
@@ -211,7 +213,7 @@ def export_merged(
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
-    with replacing_folder(out, base) as temporary:
+    with replace_folder(out, base) as temporary:
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_regions(temporary / file, [merged.region(name) for name in names])
@@ -382,7 +384,7 @@ def _is_export(out: Path) -> bool:
 
 
 @contextmanager
-def replacing_folder(out: Path, base: Path) -> Iterator[Path]:
+def replace_folder(out: Path, base: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``out`` if the block succeeds, and else is removed.
 
     Raises:

@@ -16,7 +16,7 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
-from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.config.rope import ORIGINAL_LENGTH_KEY, format_rope_scaling
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import CACHE_INTERNAL_NAME, find_name_and_revision
@@ -42,21 +42,21 @@ from hpc_tune.safe_yaml import load_yaml
 
 @dataclass(frozen=True)
 class BaseName:
-    """``name``: for people; ``place``: what loads the model, a path or a hub name.
+    """``name``: for people; ``location``: what loads the model, a path or a hub name.
 
-    ``revision``: the revision on the hub, if ``place`` is a hub name.
+    ``revision``: the revision on the hub, if ``location`` is a hub name.
     """
 
     name: str
-    place: str
+    location: str
     revision: str | None = None
 
 
 def find_base_name(base: Path) -> BaseName:
     """Return the name of the base model in the folder ``base``, resolving links into the cache."""
     path = Path(os.path.abspath(base))
-    for place in (path, path.resolve()):
-        if (cached := find_name_and_revision(place)) is not None:
+    for location in (path, path.resolve()):
+        if (cached := find_name_and_revision(location)) is not None:
             name, revision = cached
             return BaseName(name, name, revision)
     named = (part for part in reversed(path.parts) if not CACHE_INTERNAL_NAME.fullmatch(part))
@@ -162,9 +162,9 @@ def write_model_card(
         rows["rotary positions"] = _describe_rope_scaling(config.model.rope_scaling or {}, scaling)
         if kind in ("adapter", "per-expert"):
             _warn_of_rope_scaling(scaling)
-    about = f"{title}\n\n{run.notes}" if run.notes else title
+    summary = f"{title}\n\n{run.notes}" if run.notes else title
     card = _format_card(
-        about, base, [tune.method, *run.tags], rows, kind, _usage_code(kind, auto, base, scaling)
+        summary, base, [tune.method, *run.tags], rows, kind, _usage_code(kind, auto, base, scaling)
     )
     (out / CARD_FILE).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
@@ -172,7 +172,7 @@ def write_model_card(
 
 
 def _format_card(
-    about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, usage: str
+    summary: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, usage: str
 ) -> str:
     head = {
         "base_model": find_base_name(base).name,
@@ -184,7 +184,7 @@ def _format_card(
     origin = "A LoRA-type adapter of" if kind in ("adapter", "per-expert") else "Tuned from"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{summary}\n\n"
         f"{origin} {rows['base model']}, made with hpc_tune {__version__}. The base model's "
         f"license and card apply here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG_FILE}]({CONFIG_FILE}).\n\n"
@@ -216,16 +216,16 @@ def _usage_code(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | N
     if scaling is not None:
         text = read_config(base, scaling).get_text_config()
         fields = {"rope_parameters": text.rope_parameters}
-        lengths = ("max_position_embeddings", ORIGINAL)
+        lengths = ("max_position_embeddings", ORIGINAL_LENGTH_KEY)
         fields |= {k: v for k in lengths if isinstance(v := getattr(text, k, None), int)}
         if kind == "per-expert":
             given = f", hf_overrides={fields!r}"
         else:
             imports, given = f"AutoConfig, {auto}", ", config=config"
-            place = (
+            location = (
                 '"this folder", gguf_file="model.gguf"' if kind == "gguf" else '"the base model"'
             )
-            setup = f"config = AutoConfig.from_pretrained({place})\n" + "".join(
+            setup = f"config = AutoConfig.from_pretrained({location})\n" + "".join(
                 f"config.get_text_config().{key} = {value!r}\n" for key, value in fields.items()
             )
     return _USAGE[kind].format(auto=auto, imports=imports, setup=setup, given=given)
@@ -280,7 +280,7 @@ def write_adapter_config(config: Any, base: Path, out: Path) -> None:
     numbers are written without a fraction: Ollama cannot read a lora_alpha of 32.0.
     """
     found = find_base_name(base)
-    config.base_model_name_or_path, config.revision = found.place, found.revision
+    config.base_model_name_or_path, config.revision = found.location, found.revision
     config.inference_mode = True
     default = type(config)().to_dict()
     fields = {

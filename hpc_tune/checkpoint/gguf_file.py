@@ -20,7 +20,7 @@ import torch
 from hpc_tune.checkpoint.export import (
     GGUF_FILE,
     copy_tokenizer,
-    replacing_folder,
+    replace_folder,
     require_merge_memory,
 )
 from hpc_tune.checkpoint.export_metadata import (
@@ -40,7 +40,7 @@ from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _LLAMA3 = "llama3"
-_SCALED = ("linear", "yarn")  # scalings that llama.cpp computes from the file's metadata
+_SCALED_ROPE_TYPES = ("linear", "yarn")  # scalings that llama.cpp computes from the file's metadata
 # The biases that llama.cpp applies.
 _BIASES = {"llama": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 _ALTERNATIVE = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
@@ -50,7 +50,7 @@ _WORD_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_RULES = {_WORD_PATTERN % "{1,3}": "llama-bpe", _WORD_PATTERN % "": "qwen2"}
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's token types
+_NORMAL_TOKEN, _CONTROL_TOKEN, _USER_DEFINED_TOKEN, _UNUSED_TOKEN = 1, 3, 4, 5  # GGUF's token types
 
 
 def export_gguf(
@@ -88,10 +88,10 @@ def export_gguf(
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
         name, divisors = "rope_freqs.weight", llama3_frequency_divisors(transformers_config)
         shape = tuple(divisors.shape)
-        regions[name] = Region.whole(name, divisors.dtype, shape, lambda: divisors)
+        regions[name] = Region.cover_tensor(name, divisors.dtype, shape, lambda: divisors)
     from gguf import GGUFWriter
 
-    with replacing_folder(out, base) as temporary:
+    with replace_folder(out, base) as temporary:
         writer = GGUFWriter(temporary / GGUF_FILE, architecture)
         writer.add_name(find_base_name(base).name.rpartition("/")[2])
         _add_shape(writer, config)
@@ -120,7 +120,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
     why = None
     if kind not in _ARCHITECTURES:
         why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
-    elif rope.get("rope_type", "default") not in ("default", _LLAMA3, *_SCALED):
+    elif rope.get("rope_type", "default") not in ("default", _LLAMA3, *_SCALED_ROPE_TYPES):
         why = f"its rotary positions are scaled ({rope['rope_type']})"
     elif other := _yarn_differences(rope):
         why = f"its rotary positions are scaled (yarn) with {', '.join(other)}"
@@ -162,7 +162,7 @@ def _add_rope_scaling(writer: Any, rope: dict[str, Any]) -> None:
     """Write linear scaling or YaRN; Llama 3's scaling is a tensor of its own."""
     from gguf import RopeScalingType
 
-    if (kind := rope["rope_type"]) not in _SCALED:
+    if (kind := rope["rope_type"]) not in _SCALED_ROPE_TYPES:
         return
     writer.add_rope_scaling_type(RopeScalingType(kind))
     writer.add_rope_scaling_factor(float(rope["factor"]))
@@ -283,10 +283,10 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     split_rule = _pre_tokenizer_name(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
-    kinds = [_UNUSED] * num_tokens
-    found = [(number, text, _NORMAL) for text, number in tokenizer["model"]["vocab"].items()]
+    kinds = [_UNUSED_TOKEN] * num_tokens
+    found = [(number, text, _NORMAL_TOKEN) for text, number in tokenizer["model"]["vocab"].items()]
     for token in tokenizer.get("added_tokens", []):
-        kind = _CONTROL if token["special"] else _USER_DEFINED
+        kind = _CONTROL_TOKEN if token["special"] else _USER_DEFINED_TOKEN
         found.append((token["id"], token["content"], kind))
     for number, text, kind in found:
         if number < num_tokens:

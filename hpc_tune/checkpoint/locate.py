@@ -13,13 +13,13 @@ from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.data.order import compute_progress, phases_from_json
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, find_remedy
 from hpc_tune.log import log
-from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.builtin import BUILTIN_TINY_MODEL
 from hpc_tune.model.weights import fingerprint_weights, hash_architecture, index_model_directory
 from hpc_tune.rundir import outcome, owner
 from hpc_tune.rundir.json_lines import RESOLVED_CONFIG
 from hpc_tune.step.layout import describe_axes
 from hpc_tune.units import format_bytes
-from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
+from hpc_tune.world.liveness import DEAD_HEARTBEAT_S
 
 TEMPLATE_FILE = "chat_template.jinja"
 _MAX_ATTEMPTS = 10  # a running run may remove checkpoints while they are being read
@@ -56,9 +56,9 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
         state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     else:
         run_dir = path
-        checkpoint, state = _find_newest(path)
+        checkpoint, state = _find_newest_checkpoint(path)
     config = state.run_config(str(checkpoint))
-    is_builtin = config.model.path == BUILTIN_TINY
+    is_builtin = config.model.path == BUILTIN_TINY_MODEL
     base = run_dir / "builtin-tiny" if is_builtin else Path(config.model.path)
     if moved_base is not None:
         base = moved_base
@@ -68,7 +68,9 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     return LocatedCheckpoint(checkpoint, run_dir, config, base, template, state)
 
 
-def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path], T]) -> T:
+def retry_with_newest_checkpoint(
+    run: LocatedCheckpoint, path: Path, work: Callable[[Path], T]
+) -> T:
     """Return the result of ``work`` on the checkpoint of ``run``, which was located at ``path``.
 
     If ``path`` is an active run, which has removed the checkpoint meanwhile, retry with the newest.
@@ -84,7 +86,7 @@ def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path],
         except (HpcTuneError, OSError):
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
-        gone, (checkpoint, _) = checkpoint, _find_newest(path)
+        gone, (checkpoint, _) = checkpoint, _find_newest_checkpoint(path)
         log.info("%s was removed by its run, which still runs: using %s", gone, checkpoint.name)
     return work(checkpoint)
 
@@ -160,7 +162,7 @@ def describe_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool
         if not new:
             break
     lines += _mixture_lines(seen)
-    for aside in [] if is_one else _open_store(path).list_superseded():
+    for aside in [] if is_one else _open_store(path).list_superseded_checkpoints():
         lines.append(
             f"{aside.name}  put aside: the run resumed from an earlier one; remove it if you do "
             f"not need it, or resume from it with checkpoint.resume={aside}"
@@ -225,11 +227,11 @@ def _outcome_lines(path: Path) -> list[str]:
     if not last:
         return []
     silent_s = time.time() - max(beat.time for beat in last)
-    if silent_s < HEARTBEAT_DEAD_S and not owner.has_owner_died(path):
+    if silent_s < DEAD_HEARTBEAT_S and not owner.has_owner_died(path):
         return [
             f"outcome: none yet, the run is {last[0].phase}{outcome.describe_silence(silent_s)}"
         ]
-    return [f"outcome: {outcome.describe_last_seen(last)}"]
+    return [f"outcome: {outcome.describe_last_heartbeats(last)}"]
 
 
 def _open_store(path: Path) -> Store:
@@ -245,12 +247,12 @@ def _open_store(path: Path) -> Store:
     return store
 
 
-def _find_newest(run_dir: Path) -> tuple[Path, RunState]:
+def _find_newest_checkpoint(run_dir: Path) -> tuple[Path, RunState]:
     """Return the newest valid checkpoint, even if the active run removes some meanwhile."""
     store = _open_store(run_dir)
     for _ in range(_MAX_ATTEMPTS):
         seen = store.step_folders()
-        newest = store.latest()
+        newest = store.latest_checkpoint()
         if newest is None:
             if store.step_folders() == seen:
                 break

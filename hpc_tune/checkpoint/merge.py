@@ -11,7 +11,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.experts import AdaptedTensor, has_experts
 from hpc_tune.model.language import ModelFileLayout, find_model_file_layout, read_language_config
-from hpc_tune.model.modules_to_save import SUFFIX, token_ids
+from hpc_tune.model.modules_to_save import TOKEN_DELTA_SUFFIX, token_ids
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, StoredPart
 from hpc_tune.model.weights import (
@@ -50,7 +50,11 @@ class MergedModel:
         # Modules trained in full beside an adapter, and trained rows of the embedding.
         of_adapter = (name for name in trained.shapes if name.startswith(ADAPTER_PREFIX))
         beside = [name for name in of_adapter if not adapted_layer(name)]
-        rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
+        rows = {
+            name: f"{name.removesuffix(TOKEN_DELTA_SUFFIX)}.weight"
+            for name in beside
+            if TOKEN_DELTA_SUFFIX in name
+        }
         self._rows = {self._base_tensor_name(weight): name for name, weight in rows.items()}
         self._replaced = {self._base_tensor_name(name): name for name in beside if name not in rows}
 
@@ -81,7 +85,7 @@ class MergedModel:
         if stored := [one for one in candidates if one in self._stored.shapes]:
             return stored[0]
         names, known = self._storage.names, self._storage.index.shapes
-        if renamed := names.renamed.get(path):
+        if renamed := names.renamed_tensors.get(path):
             return renamed
         # whole_model_name: for old runs, which did not know their model as part of a whole one.
         if joined := [one for one in (*candidates, names.whole_model_name(path)) if one in known]:
@@ -97,7 +101,7 @@ class MergedModel:
             == (shapes[layer + LORA_B][0], shapes[layer + LORA_A][1])
             for name, layer in self._adapted.items()
         )
-        return frozenset() if straight else self._storage.transposed
+        return frozenset() if straight else self._storage.transposed_tensors
 
     @functools.cached_property
     def _storage(self) -> ModelFileLayout:
@@ -130,13 +134,13 @@ class MergedModel:
     def region(self, name: str) -> Region:
         """Return a tensor whose values are computed when they are requested."""
         shape, dtype = self._stored.shapes[name], self.dtype_of(name)
-        return Region.whole(name, dtype, shape, lambda: self._merge_tensor(name))
+        return Region.cover_tensor(name, dtype, shape, lambda: self._merge_tensor(name))
 
     def _merge_tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
         whole, part = self._parts_by_stored_name.get(name, (name, None))
         if whole in self._trained.shapes or whole in self._replaced:
-            box = Box.whole(tuple(out.shape)) if part is None else part.box
+            box = Box.cover_tensor(tuple(out.shape)) if part is None else part.box
             values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
             self._trained.fill(values, self._replaced.get(whole, whole), box.offset)
             if part is not None:
@@ -153,7 +157,7 @@ class MergedModel:
         if (found := find_non_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{name} cannot be merged: its value at {list(found.at)} would be {found.value:g} "
+                f"{name} cannot be merged: its value at {list(found.position)} would be {found.value:g} "
                 f"in {kind}"
                 + _ALTERNATIVES.get(out.dtype, "; the checkpoint, or its base, is damaged")
             )
@@ -176,7 +180,7 @@ class MergedModel:
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
         _, part = self._parts_by_stored_name.get(name, (name, None))
-        part = part or StoredPart.whole(self._stored.sources[name])
+        part = part or StoredPart.cover_tensor(self._stored.sources[name])
         _, rows, columns = part.box.slices()
         scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         for number in range(part.box.offset[0], part.box.end[0]):

@@ -148,30 +148,30 @@ _EVALS, _RUN_STATE = TypeAdapter(Evals), TypeAdapter(RunState)
 
 
 def check_resume(
-    saved: RunState, settings: Settings, identity: str, total_steps: int, sample: str = ""
+    saved_state: RunState, settings: Settings, identity: str, total_steps: int, sample: str = ""
 ) -> list[str]:
-    """Return warnings for a resume of ``saved`` with ``settings``, a dumped configuration.
+    """Return warnings for a resume of ``saved_state`` with ``settings``, a dumped configuration.
 
     ``identity`` and ``sample``: ``hash_architecture`` and ``fingerprint_weights`` of the base.
 
     Raises:
         ConfigError: lists every difference that is not allowed.
     """
-    other = "" if saved.model_identity == identity else "it is not the checkpoint's model"
-    if not other and saved.has_other_weights(sample):
+    other = "" if saved_state.model_identity == identity else "it is not the checkpoint's model"
+    if not other and saved_state.has_other_weights(sample):
         other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
-    require_same_settings(saved, settings, other)
-    warnings = _list_changes(saved, settings, "warn")
-    if saved.total_steps != total_steps:
+    require_same_settings(saved_state, settings, other)
+    warnings = _list_changes(saved_state, settings, "warn")
+    if saved_state.total_steps != total_steps:
         warnings.append(
-            f"the run has {total_steps} steps now and had {saved.total_steps}: "
+            f"the run has {total_steps} steps now and had {saved_state.total_steps}: "
             "the learning rate follows the new length"
         )
     return warnings
 
 
-def require_same_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
-    """Refuse a resume of ``saved`` if ``settings`` that must match differ.
+def require_same_settings(saved_state: RunState, settings: Settings, other_model: str = "") -> None:
+    """Refuse a resume of ``saved_state`` if ``settings`` that must match differ.
 
     ``other_model`` says how the model differs; empty if it does not, or is not loaded yet.
 
@@ -179,7 +179,7 @@ def require_same_settings(saved: RunState, settings: Settings, other_model: str 
         ConfigError: lists every difference that is not allowed.
     """
     refused = [f"model.path: {other_model}"] if other_model else []
-    refused += _list_changes(saved, settings, "same")
+    refused += _list_changes(saved_state, settings, "same")
     if refused:
         raise ConfigError(
             "the checkpoint belongs to a different run and cannot be resumed:\n"
@@ -188,9 +188,9 @@ def require_same_settings(saved: RunState, settings: Settings, other_model: str 
         )
 
 
-def _list_changes(saved: RunState, settings: Settings, kind: ResumeRule) -> list[str]:
+def _list_changes(saved_state: RunState, settings: Settings, kind: ResumeRule) -> list[str]:
     # A setting that an earlier version lacked counts as having its default.
-    before, now = flatten(RunConfig().model_dump()) | flatten(saved.config), flatten(settings)
+    before, now = flatten(RunConfig().model_dump()) | flatten(saved_state.config), flatten(settings)
     return [
         f"{name}: {before[name]} in the checkpoint, {now[name]} now"
         for name, facts in setting_facts().items()

@@ -46,9 +46,9 @@ from hpc_tune.model.regions import WrittenFile
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
-_SUPERSEDED = ".superseded"
-_READ_BYTES = 1 << 20
+_STEP_NAME_PATTERN = re.compile(r"step-(\d{8,})")
+_SUPERSEDED_SUFFIX = ".superseded"
+_HASH_CHUNK_BYTES = 1 << 20
 _RETRY_WAITS_S = (0.5, 2.0, 5.0)  # a file server that fails over answers again
 _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 T = TypeVar("T")
@@ -68,20 +68,22 @@ class Store:
         """Return the committed checkpoints, oldest first, without looking inside."""
         if not self.folder.is_dir():
             return []
-        named = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        named = [
+            (m, p) for p in self.folder.iterdir() if (m := _STEP_NAME_PATTERN.fullmatch(p.name))
+        ]
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
-    def list_superseded(self) -> list[Path]:
+    def list_superseded_checkpoints(self) -> list[Path]:
         """Return the checkpoints from abandoned branches of the run, kept for the user."""
-        return sorted(self.folder.glob(f"step-*{_SUPERSEDED}"))
+        return sorted(self.folder.glob(f"step-*{_SUPERSEDED_SUFFIX}"))
 
-    def latest(self) -> Path | None:
+    def latest_checkpoint(self) -> Path | None:
         """Return the newest valid checkpoint.
 
         Raises:
             UnreadableError: if the file system refuses to read one that may be the newest.
         """
-        return newest_valid(self.step_folders(), find_damage)
+        return find_newest_valid_checkpoint(self.step_folders(), find_damage)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder to write step ``step`` into.
@@ -105,11 +107,11 @@ class Store:
         temporary: Path,
         state: dict[str, Any],
         files: Iterable[WrittenFile],
-        require_wanted: Callable[[], None] = lambda: None,
+        raise_if_obsolete: Callable[[], None] = lambda: None,
     ) -> Path:
         """Make a written folder a checkpoint, remove older ones, and return its path.
 
-        ``require_wanted`` is called before each irreversible change; it may raise.
+        ``raise_if_obsolete`` is called before each irreversible change; it may raise.
 
         Raises:
             CheckpointError: if the file system refuses; older checkpoints are then untouched.
@@ -122,7 +124,7 @@ class Store:
         final = temporary.with_suffix("")
         try:
             _write_manifest(temporary, body)
-            require_wanted()
+            raise_if_obsolete()
             if final.exists():  # it was damaged, or the run resumed from an earlier step
                 _supersede(final)
             temporary.rename(final)
@@ -131,14 +133,14 @@ class Store:
             raise CheckpointError(
                 f"{final} cannot be committed: {error}{find_remedy(error)}"
             ) from None
-        self.prune(final, require_wanted)
+        self.prune(final, raise_if_obsolete)
         return final
 
     def abandon(self, temporary: Path) -> None:
         """Remove the files of an unfinished checkpoint."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def prune(self, newest: Path, require_wanted: Callable[[], None] = lambda: None) -> None:
+    def prune(self, newest: Path, raise_if_obsolete: Callable[[], None] = lambda: None) -> None:
         """Keep ``newest`` and, by the keep settings, earlier checkpoints; put later ones aside.
 
         Later checkpoints are from steps that the run repeats, because they were damaged or the run
@@ -150,16 +152,16 @@ class Store:
         old = step_folders[: max(0, end - self._keep)]
         try:
             for path in step_folders[end:]:
-                require_wanted()
+                raise_if_obsolete()
                 _supersede(path)
             stays = self._best_checkpoints(step_folders[:end]) | {
                 p for p in old if self._is_kept_by_step(p)
             }
             for leftover in self.folder.glob("step-*.tmp"):
-                require_wanted()
+                raise_if_obsolete()
                 shutil.rmtree(leftover)
             for path in (p for p in old if p not in stays):
-                require_wanted()
+                raise_if_obsolete()
                 _remove_checkpoint(path)
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
@@ -234,8 +236,8 @@ def _verify_file(file: Path, entry: dict[str, Any]) -> None:
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
 
 
-def _retry_read(file: Path, reading: Callable[[], T]) -> T:
-    """Return the result of ``reading`` a file of a checkpoint, with retries.
+def _retry_read(file: Path, operation: Callable[[], T]) -> T:
+    """Return the result of ``operation`` a file of a checkpoint, with retries.
 
     Raises:
         CheckpointError: if it is missing or no file. NoRightError: if this user may not read it.
@@ -243,7 +245,7 @@ def _retry_read(file: Path, reading: Callable[[], T]) -> T:
     """
     for wait_s in (*_RETRY_WAITS_S, None):
         try:
-            return reading()
+            return operation()
         except OSError as error:
             if error.errno in _DAMAGE_ERRNOS:
                 raise CheckpointError(f"{file} cannot be read: {error}") from None
@@ -274,7 +276,7 @@ def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def newest_valid(
+def find_newest_valid_checkpoint(
     paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
 ) -> Path | None:
     """Return the last of ``paths`` that has no damage; warn of damaged ones after it.
@@ -331,7 +333,7 @@ def _hash_of(body: dict[str, Any]) -> str:
 def _hash_file(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        while block := stream.read(_READ_BYTES):
+        while block := stream.read(_HASH_CHUNK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
@@ -363,7 +365,7 @@ def _supersede(path: Path) -> None:
     """
     for number in count(1):
         again = f".{number}" if number > 1 else ""
-        aside = path.with_name(f"{path.name}{again}{_SUPERSEDED}")
+        aside = path.with_name(f"{path.name}{again}{_SUPERSEDED_SUFFIX}")
         if not aside.exists():
             break
     path.rename(aside)

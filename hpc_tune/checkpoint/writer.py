@@ -96,7 +96,7 @@ class PinnedBlockPool:
                 return self._free.pop()
         return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def put_back(self, blocks: list[torch.Tensor]) -> None:
+    def return_blocks(self, blocks: list[torch.Tensor]) -> None:
         """Take blocks back from a save that is over; ``blocks`` is emptied.
 
         At most as many blocks are kept as one save had, since a save that hung may return its
@@ -130,7 +130,7 @@ class CudaStagingDevice:
 
     def __init__(self, kept: PinnedBlockPool) -> None:
         """Copy into blocks of the pool ``kept``, for one save."""
-        self._kept, self._blocks, self._is_done = kept, list[torch.Tensor](), False
+        self._pool, self._blocks, self._is_done = kept, list[torch.Tensor](), False
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
 
@@ -143,7 +143,7 @@ class CudaStagingDevice:
 
     def block(self) -> torch.Tensor:
         """See ``StagingDevice``."""
-        self._blocks.append(self._kept.take())
+        self._blocks.append(self._pool.take())
         return self._blocks[-1]
 
     def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
@@ -159,35 +159,35 @@ class CudaStagingDevice:
         """See ``StagingDevice``."""
         if not self._is_done:  # the GPU may still write to them; torch frees them afterwards
             self._blocks.clear()
-        self._kept.put_back(self._blocks)
+        self._pool.return_blocks(self._blocks)
 
 
 def choose_staging_bytes(
-    wanted: int | Literal["auto"],
+    requested_bytes: int | Literal["auto"],
     total_bytes: int,
-    on_device: bool,
+    is_on_gpu: bool,
     admit: Callable[[int], bool],
     kept: int = 0,
 ) -> int:
     """Return up to how many bytes a rank may copy of the ``total_bytes`` that it saves, maybe 0.
 
-    ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
+    ``requested_bytes`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
     bytes in addition to the ``kept`` ones of the last save.
     """
-    if wanted != "auto":
-        sizes = [wanted]
+    if requested_bytes != "auto":
+        sizes = [requested_bytes]
     else:
-        sizes = [total_bytes, STAGING_BYTES] if on_device else [STAGING_BYTES]
+        sizes = [total_bytes, STAGING_BYTES] if is_on_gpu else [STAGING_BYTES]
     return next((size for size in sizes if admit(max(0, min(size, total_bytes) - kept))), 0)
 
 
 def total_block_bytes(regions: Sequence[Region]) -> int:
     """Return the bytes of the blocks that hold copies of ``regions``."""
-    last = max((piece.block for piece in cut_pieces(regions)), default=-1)
+    last = max((piece.block for piece in split_into_pieces(regions)), default=-1)
     return (last + 1) * PIECE_BYTES
 
 
-def cut_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
+def split_into_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
     """Yield the pieces of ``regions`` in the order in which they are written."""
     at = 0
     for number, region in enumerate(regions):
@@ -218,7 +218,7 @@ class CheckpointWriter:
         self._files, self._budget_bytes, self._faults = dict(files), budget_bytes, faults
         self._folder = next((file.parent for file in self._files), Path("a checkpoint"))
         self._regions = [region for regions in self._files.values() for region in regions]
-        self._pieces = list(cut_pieces(self._regions))
+        self._pieces = list(split_into_pieces(self._regions))
         self._numbers: dict[int, list[int]] = defaultdict(list)  # pieces of each region
         for number, piece in enumerate(self._pieces):
             self._numbers[piece.region].append(number)
@@ -245,11 +245,11 @@ class CheckpointWriter:
         """A number that grows as bytes are written; reading it does not touch the file system."""
         return self._num_progressed
 
-    def cancel(self, why: str) -> None:
+    def cancel(self, reason: str) -> None:
         """Mark the save as failed unless everything is written; the thread ends when it can."""
         with self._changed:
             if not self._over:
-                self._error, self._over = CheckpointError(why), True
+                self._error, self._over = CheckpointError(reason), True
                 self._changed.notify_all()
 
     def result(self) -> list[WrittenFile]:
@@ -272,7 +272,7 @@ class CheckpointWriter:
         with self._changed:
             if self._released:
                 return
-            first = len(self._pieces) if self._copies_all else self._copy_last()
+            first = len(self._pieces) if self._copies_all else self._copy_last_pieces()
             progress = self.progress
             while not self._changed.wait_for(lambda: self._may_change_values(first), limit_s):
                 if self.progress == progress:
@@ -287,7 +287,7 @@ class CheckpointWriter:
         """Whether the values may be changed, if the pieces from ``first`` on are copied."""
         return self._over or self._copied_all or self._next >= first
 
-    def _copy_last(self) -> int:
+    def _copy_last_pieces(self) -> int:
         """Copy as many of the last pieces as the budget allows; return the first one's number."""
         left, first = self._budget_bytes, len(self._pieces)
         while first > self._next + 1:
@@ -299,7 +299,7 @@ class CheckpointWriter:
             self._copies[first] = self._piece_values(piece).to("cpu", copy=True)
         return first
 
-    def _copy_all(self, device: StagingDevice) -> None:
+    def _copy_all_pieces(self, device: StagingDevice) -> None:
         """Let the device copy all pieces into blocks of pinned memory, and wait for the copies."""
         number, block = -1, torch.empty(0)
         for piece in self._pieces:
@@ -323,7 +323,7 @@ class CheckpointWriter:
         try:
             with nullcontext() if device is None else device.stream():
                 if device is not None and self._copies_all:
-                    self._copy_all(device)
+                    self._copy_all_pieces(device)
                 for file, regions in self._files.items():
                     self._written.append(
                         write_regions(file, regions, self._read_pieces, self._count_progress)
@@ -408,24 +408,31 @@ class SaveReports:
             self._keys.set(content, rank)
             self._keys.add(1)
 
-        _with_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
+        _access_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
 
-    def collect(self, own: SaveReport, while_waiting: Callable[[], None]) -> list[SaveReport]:
+    def collect(
+        self, own_report: SaveReport, poll_callback: Callable[[], None]
+    ) -> list[SaveReport]:
         """Wait for the reports of all ranks and return them by rank; only for rank 0.
 
-        ``while_waiting`` is called repeatedly while waiting, and may raise.
+        ``poll_callback`` is called repeatedly while waiting, and may raise.
 
         Raises:
             CheckpointError: if the store is gone.
         """
         size = self._world.size
-        lost = "rank 0 cannot learn whether the other ranks have written their parts of a save"
-        while size > 1 and _with_store(lambda: self._keys.add(0), lost) < size - 1:
-            while_waiting()
+        error_prefix = (
+            "rank 0 cannot learn whether the other ranks have written their parts of a save"
+        )
+        while size > 1 and _access_store(lambda: self._keys.add(0), error_prefix) < size - 1:
+            poll_callback()
             time.sleep(_POLL_S)
         return [
-            own,
-            *(_with_store(partial(self._pop_report, rank), lost) for rank in range(1, size)),
+            own_report,
+            *(
+                _access_store(partial(self._pop_report, rank), error_prefix)
+                for rank in range(1, size)
+            ),
         ]
 
     def _pop_report(self, rank: int) -> SaveReport:
@@ -436,8 +443,8 @@ class SaveReports:
         return SaveReport(tuple(WrittenFile(**file) for file in files), error)
 
 
-def _with_store(work: Callable[[], T], lost: str) -> T:
+def _access_store(work: Callable[[], T], error_prefix: str) -> T:
     try:
         return work()
     except RuntimeError as error:  # the store is gone with its rank
-        raise CheckpointError(f"{lost}: {error}") from None
+        raise CheckpointError(f"{error_prefix}: {error}") from None

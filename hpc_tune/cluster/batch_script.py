@@ -129,7 +129,9 @@ def environment_lines(
         yield f"source {shlex.quote(file if '/' in file else f'./{file}')}"
 
 
-def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], folder: Path) -> str:
+def format_supervise_line(
+    settings: JobConfig, launch: str, arguments: Sequence[str], folder: Path
+) -> str:
     """Return the line that keeps ``train ARGUMENTS`` going, with its ranks started by ``launch``.
 
     ``folder``: in which the job runs.
@@ -137,9 +139,9 @@ def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], f
     Raises:
         ConfigError: if the settings contradict each other or do not form a command line.
     """
-    started = wrap_in_container(settings, launch, folder)
-    _require_valid_command(settings, launch, started, [*arguments, str(folder)])
-    words = ["python", "-m", "hpc_tune", "supervise", "--launch", started]
+    rank_command = wrap_in_container(settings, launch, folder)
+    _require_valid_command(settings, launch, rank_command, [*arguments, str(folder)])
+    words = ["python", "-m", "hpc_tune", "supervise", "--launch", rank_command]
     if settings.container or settings.image:
         words += ["--python", shlex.quote(settings.container_python)]
     return f"exec {shlex.join([*words, *arguments])}"
@@ -153,9 +155,15 @@ def sourced_files(settings: JobConfig) -> dict[str, str]:
 
 
 def _require_valid_command(
-    settings: JobConfig, launch: str, started: str, others: Sequence[str]
+    settings: JobConfig, launch: str, rank_command: str, other_texts: Sequence[str]
 ) -> None:
-    texts = [started, *settings.modules, settings.env_file or "", settings.venv or "", *others]
+    texts = [
+        rank_command,
+        *settings.modules,
+        settings.env_file or "",
+        settings.venv or "",
+        *other_texts,
+    ]
     texts.append(settings.container_python)
     name = settings.section
     if any("\0" in text for text in texts):
@@ -163,7 +171,7 @@ def _require_valid_command(
     if any(word.startswith("-") for word in settings.modules):
         raise ConfigError(f"{name}.modules={settings.modules}: expected names, found an option")
     try:
-        shlex.split(started)
+        shlex.split(rank_command)
     except ValueError as error:
         raise ConfigError(
             f"{name}.launch={launch!r} with {name}.container={settings.container!r} cannot be "

@@ -392,7 +392,7 @@ def read_ranks_per_node(words: Sequence[str]) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def add_no_kill(words: Sequence[str]) -> list[str]:
+def add_no_kill_option(words: Sequence[str]) -> list[str]:
     """Return srun's command with --no-kill, so that its tasks survive the failure of another node.
 
     Otherwise Slurm would kill them all, and report each of them as killed.
@@ -505,7 +505,7 @@ def run_hpc_tune_command(
     )
 
 
-def why_command_failed(error: Exception) -> str:
+def explain_command_failure(error: Exception) -> str:
     """Return in words why a command failed, without the command itself."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done within {error.timeout:.0f} s"

@@ -29,14 +29,14 @@ from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.errors import EXIT_RESUMABLE
 from hpc_tune.log import log
-from hpc_tune.units import count_of
+from hpc_tune.units import format_quantity
 
 # -- Which nodes no longer start a process.
 
 
 PROBE_LIMIT_S = 20.0
 _PROCESS_END_LIMIT_S = 3.0
-_MAX_PARALLEL = 32
+_MAX_PARALLEL_PROBES = 32
 
 
 def find_silent_nodes(
@@ -50,8 +50,8 @@ def find_silent_nodes(
     if not nodes:
         return {}
     added = {**os.environ, **environment}
-    with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
-        whys = pool.map(lambda node: _why_silent(command(node), added), nodes)
+    with ThreadPoolExecutor(_MAX_PARALLEL_PROBES) as pool:
+        whys = pool.map(lambda node: _explain_silence(command(node), added), nodes)
     found = {node: why for node, why in zip(nodes, whys, strict=True) if why}
     if len(found) == len(nodes):
         log.warning(
@@ -62,7 +62,7 @@ def find_silent_nodes(
     return found
 
 
-def _why_silent(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+def _explain_silence(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     try:
         process = subprocess.Popen(
             argv,
@@ -100,7 +100,7 @@ def _end_process(process: "subprocess.Popen[str]") -> None:
 
 
 _STEP_END_LIMIT_S, _LOST_STEP_END_LIMIT_S = 60.0, 5.0  # until Slurm no longer lists an ended step
-_DRAINED = "drain"
+_DRAIN_STATE = "drain"
 
 
 @dataclass(frozen=True)
@@ -148,22 +148,22 @@ class JobNodes:
             self._job_nodes = launchers.read_hosts(launch, environ)
         self._kind = launchers.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
         if self._kind == "srun":
-            self._launch = launchers.add_no_kill(self._launch)
+            self._launch = launchers.add_no_kill_option(self._launch)
         self._counts = self._find_ranks_per_node()
-        self._before: set[str] | None = None  # the steps that others have started
+        self._earlier_steps: set[str] | None = None  # the steps that others have started
         self._shares_steps = False
         self._lost: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
         if self.spares and not self.can_choose_nodes:
             name = f"{self._section}.spare_nodes"
-            log.warning("%s=%d has no effect: %s", name, self.spares, self._why_cannot_choose())
+            log.warning("%s=%d has no effect: %s", name, self.spares, self._explain_fixed_nodes())
 
     @property
     def can_choose_nodes(self) -> bool:
         """Whether ranks can be started on some of the nodes only."""
         return self._kind is not None and bool(self._counts)
 
-    def _why_cannot_choose(self) -> str:
+    def _explain_fixed_nodes(self) -> str:
         if len(self._job_nodes) < 2:
             return "the job has no second node that is known"
         if self._kind is None:
@@ -175,10 +175,10 @@ class JobNodes:
         return [node for node in self._job_nodes if node not in self.left_out]
 
     @property
-    def _num_wanted(self) -> int:
+    def _num_wanted_nodes(self) -> int:
         return max(1, len(self._job_nodes) - self.spares)
 
-    def why_too_few(self) -> str | None:
+    def explain_node_shortage(self) -> str | None:
         """Return why the job cannot continue with the nodes that are left; None if it can."""
         left, of = len(self._usable_nodes), len(self._job_nodes)
         if not self.can_choose_nodes or left >= self._least:
@@ -196,16 +196,18 @@ class JobNodes:
         shared = OVERLAP_VARIABLES if self._shares_steps else {}
         if not self.can_choose_nodes or not (self.left_out or self.spares):
             return LaunchCommand(self._launch, shared, list(self._job_nodes))
-        use = self._usable_nodes[: self._num_wanted]
+        use = self._usable_nodes[: self._num_wanted_nodes]
         axes: dict[str, int] | None = {}
-        if len(use) < self._num_wanted:
+        if len(use) < self._num_wanted_nodes:
             while (axes := self._fit_layout(use)) is None and len(use) > self._least:
                 use.pop()
         words = self._command_words({node: self._counts[node] for node in use}, "hosts")
-        missing = self._num_wanted - len(use)
+        missing = self._num_wanted_nodes - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
-        told = f"on {len(use)} of {self._num_wanted} nodes, {count_of(num_ranks, 'rank')}"
+        told = (
+            f"on {len(use)} of {self._num_wanted_nodes} nodes, {format_quantity(num_ranks, 'rank')}"
+        )
         told += f", with {' '.join(settings)}" if settings else ""
         return LaunchCommand(words, shared, use, missing, settings, told if missing else "")
 
@@ -214,13 +216,13 @@ class JobNodes:
 
     def exclude_faulty_nodes(
         self,
-        used: Sequence[str],
+        used_nodes: Sequence[str],
         suspects: Mapping[str, str],
         has_progressed: bool,
         has_cause: bool = False,
         certain_suspects: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
-        """After a failed start on ``used``, leave out nodes from now on; return them, and why.
+        """After a failed start on ``used_nodes``, leave out nodes from now on; return them, and why.
 
         Also return whether nothing else is to blame: Slurm or a probe calls them lost, or they were
         already tried once more. ``suspects``: the nodes that the launcher or the report names; they
@@ -230,9 +232,11 @@ class JobNodes:
         """
         if not self.can_choose_nodes:
             return {}, False
-        lost = self._slurm.find_sick_nodes(self._usable_nodes) if self._slurm is not None else {}
+        lost = (
+            self._slurm.find_unhealthy_nodes(self._usable_nodes) if self._slurm is not None else {}
+        )
         if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, for later
-            lost = {node: why for node, why in lost.items() if _DRAINED not in why}
+            lost = {node: why for node, why in lost.items() if _DRAIN_STATE not in why}
         rest = [node for node in self._usable_nodes if node not in lost]
         lost |= find_silent_nodes(
             rest, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
@@ -240,9 +244,9 @@ class JobNodes:
         named = {
             node: suspects[name]
             for name in suspects
-            if (node := self._find_node(name)) is not None and node in used
+            if (node := self._find_node(name)) is not None and node in used_nodes
         }
-        if len(named) == len(used):
+        if len(named) == len(used_nodes):
             named = {}
         named = {node: why for node, why in named.items() if node in self._usable_nodes}
         at_once = {self._find_node(name) for name in certain_suspects}
@@ -256,7 +260,7 @@ class JobNodes:
                 )
         found = lost or {node: why for node, why in named.items() if node not in again}
         if not found and not again and not has_cause:
-            found = self._swap_in_spare(used, has_progressed)
+            found = self._swap_in_spare(used_nodes, has_progressed)
         self.left_out |= found
         self._lost = lost
         return found, bool(lost or twice)
@@ -265,7 +269,7 @@ class JobNodes:
         """End the remaining steps of the last start, which would otherwise keep nodes and GPUs."""
         self._lost = {}
         if self._slurm is not None:
-            own = self._slurm.steps(self._steps) - (self._before or set())
+            own = self._slurm.steps(self._steps) - (self._earlier_steps or set())
             self._slurm.end(own, _LOST_STEP_END_LIMIT_S)
 
     def _wait_for_steps(self) -> None:
@@ -273,7 +277,7 @@ class JobNodes:
         if self._slurm is None:
             return
         own = self._slurm.steps(self._steps)
-        left = set() if self._before is None else own - self._before
+        left = set() if self._earlier_steps is None else own - self._earlier_steps
         if left and (self._lost or not self._slurm.end(left, _STEP_END_LIMIT_S)):
             log.warning(
                 "Slurm still lists the step %s, as it does after a node is lost: the next step "
@@ -281,15 +285,15 @@ class JobNodes:
                 ", ".join(sorted(left)),
             )
             self._shares_steps = True
-        self._before = self._slurm.steps(self._steps)
+        self._earlier_steps = self._slurm.steps(self._steps)
 
-    def _swap_in_spare(self, used: Sequence[str], has_progressed: bool) -> dict[str, str]:
+    def _swap_in_spare(self, used_nodes: Sequence[str], has_progressed: bool) -> dict[str, str]:
         """If nothing says which node is at fault, leave out none at first, then one for a spare."""
         self._num_unexplained = 1 if has_progressed else self._num_unexplained + 1
-        if self._num_unexplained < 2 or len(self._usable_nodes) <= self._num_wanted:
+        if self._num_unexplained < 2 or len(self._usable_nodes) <= self._num_wanted_nodes:
             return {}
         self._num_swapped += 1
-        node = used[-1 - (self._num_swapped - 1) % len(used)]
+        node = used_nodes[-1 - (self._num_swapped - 1) % len(used_nodes)]
         return {node: "nothing says which node is at fault: a spare one is tried in its place"}
 
     def _find_ranks_per_node(self) -> dict[str, int]:
@@ -301,8 +305,8 @@ class JobNodes:
         given = {node: count for node, count in self._job_nodes.items() if count is not None}
         if len(given) == len(self._job_nodes) and number in (None, sum(given.values())):
             return given
-        if each is None and number is not None and number % self._num_wanted == 0:
-            each = number // self._num_wanted
+        if each is None and number is not None and number % self._num_wanted_nodes == 0:
+            each = number // self._num_wanted_nodes
         return {} if each is None else dict.fromkeys(self._job_nodes, each)
 
     def _num_ranks(self, nodes: Sequence[str]) -> int:
@@ -338,11 +342,11 @@ _LOST_NODE = (
     re.compile(r"lost (?:connection|communication) .*? on (?:node|host):? (\S+)", re.I),
 )
 # Running out of memory is no node's fault, and is handled elsewhere.
-_DIED_RANK = re.compile(
+_DEAD_RANK = re.compile(
     r"srun: error: (\S+): tasks? [\d,-]+: "
     r"(Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Exited with exit code \d+)"
 )
-_DIED_MPI_RANK = re.compile(r"process rank \d+ .*?on node (\S+) exited on signal \d+ \(([^)]+)\)")
+_DEAD_MPI_RANK = re.compile(r"process rank \d+ .*?on node (\S+) exited on signal \d+ \(([^)]+)\)")
 _TERMINATION = re.compile(
     r"srun: .*(Terminating StepId|Force Terminated)|STEP \S+ ON \S+ CANCELLED"
 )
@@ -354,8 +358,8 @@ class LauncherOutputParser:
 
     def __init__(self) -> None:
         self._lost: dict[str, str] = {}
-        self._died: dict[str, str] = {}
-        self._exited: dict[str, str] = {}
+        self._dead_nodes: dict[str, str] = {}
+        self._exited_nodes: dict[str, str] = {}
         self._is_over = False
 
     def copy(self, stream: IO[bytes]) -> threading.Thread:
@@ -385,11 +389,13 @@ class LauncherOutputParser:
             return
         if _TERMINATION.search(line):
             self._is_over = True
-        elif match := _DIED_RANK.search(line) or _DIED_MPI_RANK.search(line):
+        elif match := _DEAD_RANK.search(line) or _DEAD_MPI_RANK.search(line):
             did_exit = match[2].startswith("Exited")
             if match[2] == f"Exited with exit code {EXIT_RESUMABLE}":
                 return  # it was asked to stop
-            self._add_suspects(self._exited if did_exit else self._died, match[1], line.strip())
+            self._add_suspects(
+                self._exited_nodes if did_exit else self._dead_nodes, match[1], line.strip()
+            )
 
     def find_suspects(self, has_report: bool) -> dict[str, str]:
         """Return the nodes that were lost, else those whose ranks died, and the line that says so.
@@ -397,18 +403,18 @@ class LauncherOutputParser:
         A rank that exits with a code has a reason, which its own report gives: its node counts only
         without a report.
         """
-        return self._lost or {**({} if has_report else self._exited), **self._died}
+        return self._lost or {**({} if has_report else self._exited_nodes), **self._dead_nodes}
 
     def find_certain_suspects(self, has_report: bool) -> set[str]:
         """Return the accused nodes that another try would not help: lost nodes, and nodes whose
         ranks have exited without a report, for example because a program is missing; not nodes
         where a rank was killed, possibly by chance.
         """
-        return {*self._lost, *(() if has_report else self._exited)}
+        return {*self._lost, *(() if has_report else self._exited_nodes)}
 
     @staticmethod
-    def _add_suspects(where: dict[str, str], nodes: str, line: str) -> None:
-        where.update(dict.fromkeys(expand_nodelist(nodes), f"the launcher says: {line}"))
+    def _add_suspects(suspects_by_node: dict[str, str], nodes: str, line: str) -> None:
+        suspects_by_node.update(dict.fromkeys(expand_nodelist(nodes), f"the launcher says: {line}"))
 
 
 def find_lost_hosts(outcome: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
+from hpc_tune.cluster.batch_script import check_settings, environment_lines, format_supervise_line
 from hpc_tune.cluster.protocol import Scheduler, read_output
 from hpc_tune.config.scheduler import PbsConfig
 from hpc_tune.log import log
@@ -49,10 +49,10 @@ def _requeue_command(job_id: str) -> list[str]:
     ]
 
 
-def _qsub_options(shown: str) -> Iterator[str]:
+def _qsub_options(job_text: str) -> Iterator[str]:
     """Yield the options that qsub was given for a job, from qstat: the command line's included."""
-    shown = shown.replace("\n\t", "")  # long lines are wrapped
-    told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", shown, re.MULTILINE))
+    job_text = job_text.replace("\n\t", "")  # long lines are wrapped
+    told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", job_text, re.MULTILINE))
     # The queue of the submission: one that a routing queue has chosen may accept no jobs directly.
     options = {"-q": os.environ.get("PBS_O_QUEUE"), "-A": told.get("Account_Name")}
     for option, value in options.items():
@@ -78,7 +78,7 @@ def render(
     """
     directives = _directives(settings, folder)
     check_settings(settings, [(name, value) for name, _, value in directives], "#PBS")
-    supervise = supervise_line(settings, _launch_command(settings), arguments, folder)
+    supervise = format_supervise_line(settings, _format_launch_command(settings), arguments, folder)
     # A login shell: without one there is no `module`, and no qsub on PATH, at many sites.
     lines = ["#!/bin/bash -l", *(f"#PBS {option}{value}" for _, option, value in directives)]
     lines += ["#PBS -j oe", "#PBS -r y", *(f"#PBS {option}" for option in settings.options)]
@@ -90,7 +90,7 @@ def render(
     return "\n".join([*lines, supervise, ""])
 
 
-def _launch_command(settings: PbsConfig) -> str:
+def _format_launch_command(settings: PbsConfig) -> str:
     each = settings.ranks_per_node
     return settings.launch or f"mpiexec -n {settings.nodes * each} --ppn {each}"
 
@@ -98,7 +98,7 @@ def _launch_command(settings: PbsConfig) -> str:
 def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]:
     """Return (field, option of qsub, value) of every field that is set."""
     number = settings.nodes + settings.spare_nodes
-    chunk = _select_chunk(settings) if settings.chunk is None else settings.chunk
+    chunk = _format_select_chunk(settings) if settings.chunk is None else settings.chunk
     output = None if settings.output is None else f"{folder / settings.output}/"
     directives: list[tuple[str, str, str | None]] = [
         ("account", "-A ", settings.account),
@@ -113,7 +113,7 @@ def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]
     return [(name, option, value) for name, option, value in directives if value is not None]
 
 
-def _select_chunk(settings: PbsConfig) -> str:
+def _format_select_chunk(settings: PbsConfig) -> str:
     each = settings.ranks_per_node
     parts = [f"ncpus={each * settings.cpus_per_task}", f"mpiprocs={each}"]
     parts += [f"ngpus={settings.gpus_per_node}"] if settings.gpus_per_node else []

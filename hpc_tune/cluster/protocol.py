@@ -53,11 +53,11 @@ class MeetingPoint:
     ports: Sequence[int] | None = None
 
 
-def _always_false(asked: str) -> bool:
+def _return_false(_argument: str) -> bool:
     return False
 
 
-def _always_none(asked: object) -> None:
+def _return_none(_argument: object) -> None:
     return None
 
 
@@ -81,7 +81,7 @@ class Launcher:
     variable_prefixes: tuple[str, ...] = ()
     process_prefixes: tuple[str, ...] = ()
     library_folder_variable: str | None = None
-    cannot_start: Callable[[str], bool] = _always_false
+    cannot_start: Callable[[str], bool] = _return_false
     advice: str = ""
     has_store: bool = False
     meeting_point: Callable[[Environ, Claim], MeetingPoint] | None = None
@@ -122,11 +122,11 @@ class Scheduler:
     name: str = ""
     restart_count: str | None = None
     end: str | None = None
-    array_task: Callable[[Environ], str | None] = _always_none
+    array_task: Callable[[Environ], str | None] = _return_none
     memory_limits: Callable[[Environ], Iterable[tuple[int, str]]] = lambda environ: ()
-    granted_cpus: Callable[[Environ], int | None] = _always_none
-    ask_end: Callable[[str], float | None] = _always_none
-    is_preempted: Callable[[str], bool] = _always_false
+    granted_cpus: Callable[[Environ], int | None] = _return_none
+    ask_end: Callable[[str], float | None] = _return_none
+    is_preempted: Callable[[str], bool] = _return_false
     requeue_command: Callable[[str], Sequence[str]] = lambda job_id: ()
     ask_energy: Callable[[Sequence[tuple[str, float]]], list[JobEnergy]] | None = None
 

@@ -16,7 +16,7 @@ SCHEDULERS = (slurm.SLURM, pbs.PBS)
 # Set by the script of a scheduler that does not tell when the job ends.
 _END_VARIABLE = "HPC_TUNE_JOB_END"
 # Set by the script of a scheduler that sends no signal: seconds before the end to ask the ranks.
-_LEAVE_VARIABLE = "HPC_TUNE_LEAVE_BEFORE"
+_EXIT_MARGIN_VARIABLE = "HPC_TUNE_LEAVE_BEFORE"
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def find_job_end_s(environ: Environ, asks_scheduler: bool) -> float | None:
     return end_s
 
 
-def leave_before_s(environ: Environ, default_s: float) -> float:
+def read_exit_margin_s(environ: Environ, default_s: float) -> float:
     """Return how long before the end of the job its ranks are asked to stop."""
-    text = environ.get(_LEAVE_VARIABLE, "")
+    text = environ.get(_EXIT_MARGIN_VARIABLE, "")
     return float(text) if text.isdigit() and int(text) else default_s
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
+from hpc_tune.cluster.batch_script import check_settings, environment_lines, format_supervise_line
 from hpc_tune.cluster.protocol import (
     ANSWER_LIMIT_S,
     LIBMPI_OF_MPICH,
@@ -50,7 +50,7 @@ _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
 _FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
 # What Slurm writes for no value, in 32 and 64 bits.
 _NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
-_MAX_J = 1e15
+_MAX_ENERGY_J = 1e15
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class _SacctRow:
     end_s: float | None
     joules: float | None
 
-    def ran_at(self, at_s: float) -> bool:
-        return self.begin_s - _MAX_CLOCK_SKEW_S <= at_s <= (self.end_s or at_s) + _MAX_CLOCK_SKEW_S
+    def ran_at(self, time_s: float) -> bool:
+        return (
+            self.begin_s - _MAX_CLOCK_SKEW_S <= time_s <= (self.end_s or time_s) + _MAX_CLOCK_SKEW_S
+        )
 
 
 def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
@@ -100,24 +102,30 @@ def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEn
     """Return the energy of each execution of a job, from sacct's rows (pure)."""
     rows = list(_parse_rows(text))
     found: dict[tuple[str, float | None], JobEnergy] = {}
-    for job, at_s in starts:
-        own = next((r for r in rows if r.job == job and not r.step and r.ran_at(at_s)), None)
-        if own is None:
+    for job, time_s in starts:
+        job_row = next((r for r in rows if r.job == job and not r.step and r.ran_at(time_s)), None)
+        if job_row is None:
             found[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
         else:
-            found[job, own.begin_s] = _job_energy(own, rows)
+            found[job, job_row.begin_s] = _job_energy(job_row, rows)
     return list(found.values())
 
 
-def _job_energy(own: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
-    if own.end_s is None:
-        return JobEnergy(own.job, why="it is not over")
+def _job_energy(job_row: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
+    if job_row.end_s is None:
+        return JobEnergy(job_row.job, why="it is not over")
     for row in rows:
-        if (row.job, row.step) == (own.job, "extern") and own.ran_at(row.begin_s) and row.joules:
-            return JobEnergy(own.job, row.joules)
-    if own.joules is None:
-        return JobEnergy(own.job, why="Slurm has counted no energy there (AcctGatherEnergyType)")
-    return JobEnergy(own.job, own.joules, is_sum_of_steps=True)
+        if (
+            (row.job, row.step) == (job_row.job, "extern")
+            and job_row.ran_at(row.begin_s)
+            and row.joules
+        ):
+            return JobEnergy(job_row.job, row.joules)
+    if job_row.joules is None:
+        return JobEnergy(
+            job_row.job, why="Slurm has counted no energy there (AcctGatherEnergyType)"
+        )
+    return JobEnergy(job_row.job, job_row.joules, is_sum_of_steps=True)
 
 
 def _parse_rows(text: str) -> Iterator[_SacctRow]:
@@ -131,7 +139,7 @@ def _parse_rows(text: str) -> Iterator[_SacctRow]:
 
 
 def _parse_joules(text: str) -> float | None:
-    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_J
+    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_ENERGY_J
     return float(text) if known else None
 
 
@@ -336,7 +344,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     """
     options = _sbatch_options(settings)
     check_settings(settings, [(name, value) for name, _, value in options], "#SBATCH")
-    supervise = supervise_line(settings, settings.launch, arguments, folder)
+    supervise = format_supervise_line(settings, settings.launch, arguments, folder)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
     lines += [f"#SBATCH {option}" for option in settings.options]
@@ -382,7 +390,7 @@ OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
 GUARD_STEP_NAME = "hpc_tune-guard"  # of the step that RequeueGuard keeps running
 _POLL_S = 0.5
 # The states in sinfo of nodes on which no rank can start; a * after it: the node does not answer.
-_SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
+_UNHEALTHY_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
 
 
 class SlurmNodes:
@@ -398,7 +406,7 @@ class SlurmNodes:
         number = environ.get("SLURM_JOB_ID", "")
         self._id = _array_task(environ) or number
         self._ids = {number, self._id}
-        self._given = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
+        self._job_node_names = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
         self._counts = _expand_run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
 
     @property
@@ -408,11 +416,11 @@ class SlurmNodes:
 
     def allocated_nodes(self) -> dict[str, int | None]:
         """Return the nodes that the job began with, and the number of ranks of each if known."""
-        if len(self._counts) != len(self._given):
-            return dict.fromkeys(self._given)
-        return dict(zip(self._given, self._counts, strict=True))
+        if len(self._counts) != len(self._job_node_names):
+            return dict.fromkeys(self._job_node_names)
+        return dict(zip(self._job_node_names, self._counts, strict=True))
 
-    def find_sick_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
+    def find_unhealthy_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return the ``nodes`` that the job no longer has or that cannot be used, and why.
 
         If Slurm does not answer, all nodes count as usable.
@@ -421,9 +429,9 @@ class SlurmNodes:
         held = expand_nodelist(shown) if shown else list(nodes)
         states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {
-            node: _why_sick(state)
+            node: _explain_unhealthy_state(state)
             for node, state in zip(states[::2], states[1::2], strict=False)
-            if node in nodes and _SICK_STATE.fullmatch(state)
+            if node in nodes and _UNHEALTHY_STATE.fullmatch(state)
         }
         lost = {node: "Slurm has taken it out of the job" for node in nodes if node not in held}
         return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
@@ -453,9 +461,9 @@ class SlurmNodes:
         return True
 
 
-def _why_sick(state: str) -> str:
+def _explain_unhealthy_state(state: str) -> str:
     name = state.rstrip("*")
-    said = [f"is {name}"] if _SICK_STATE.fullmatch(name) else []
+    said = [f"is {name}"] if _UNHEALTHY_STATE.fullmatch(name) else []
     said += ["does not respond"] if state.endswith("*") else []
     return f"Slurm says that it {' and '.join(said)}"
 
@@ -498,15 +506,15 @@ class RequeueGuard:
 
     def __init__(self, job_id: str, environ: Environ) -> None:
         """Take the job of ``environ``, in whose batch script this process runs."""
-        self._job_id, self._first = job_id, environ.get("SLURMD_NODENAME", "")
+        self._job_id, self._first_node = job_id, environ.get("SLURMD_NODENAME", "")
         self._child: subprocess.Popen[bytes] | None = None
         self._node = ""
 
     def keep_running(self, nodes: Sequence[str]) -> None:
         """Start the step on one of ``nodes`` unless it already runs there."""
-        others = [node for node in nodes if node != self._first]
+        others = [node for node in nodes if node != self._first_node]
         runs = self._child is not None and self._child.poll() is None and self._node in others
-        if runs or not others or self._first not in nodes:
+        if runs or not others or self._first_node not in nodes:
             return
         self._node = others[0]
         words = ["srun", "--no-kill", f"--job-name={GUARD_STEP_NAME}", "--nodes=1", "--ntasks=1"]
@@ -516,7 +524,7 @@ class RequeueGuard:
             "-c",
             _GUARD_SCRIPT,
             GUARD_STEP_NAME,
-            self._first,
+            self._first_node,
             self._job_id,
             str(GUARD_CHECK_EVERY_S),
         ]

@@ -47,19 +47,19 @@ def find_schedulers() -> list[str]:
 
 
 def choose_scheduler(
-    slurm_config: SlurmConfig, pbs_config: PbsConfig, named: str | None
+    slurm_config: SlurmConfig, pbs_config: PbsConfig, scheduler_name: str | None
 ) -> JobConfig:
     """Return the section of the scheduler that gets the job.
 
-    It is the one that is ``named``, else the only one whose section is given, else the only one
+    It is the one that is ``scheduler_name``, else the only one whose section is given, else the only one
     that this host has. Without any it is Slurm's, for a script that is only looked at.
 
     Raises:
         ConfigError: if this does not decide between the two.
     """
     sections: dict[str, JobConfig] = {"slurm": slurm_config, "pbs": pbs_config}
-    if named is not None:
-        return sections[named]
+    if scheduler_name is not None:
+        return sections[scheduler_name]
     given = [name for name, section in sections.items() if section.is_given]
     here = find_schedulers()
     if len(given) == 1:

@@ -41,7 +41,7 @@ class TorchBuild:
     rocm: str = ""
 
     @classmethod
-    def of_imported_torch(cls) -> "TorchBuild":
+    def from_imported_torch(cls) -> "TorchBuild":
         """Return the build of the imported torch."""
         import torch
 
@@ -83,7 +83,7 @@ def find_unused_gpus(
     if not granted and (not present or hidden):
         return None
     counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in present.items())
-    cause = _why_unused(hidden, build, why, present, root)
+    cause = _explain_unused_gpus(hidden, build, why, present, root)
     if granted or (in_job and "Intel" in present):
         said = f"{granted} says that there are some" if granted else f"it has {counts}"
         return UnusedGpus(
@@ -97,7 +97,7 @@ def find_unused_gpus(
     return UnusedGpus(f"{text} if that is intended", is_error=False)
 
 
-def why_cuda_fails() -> str:
+def explain_cuda_failure() -> str:
     """Return why torch cannot start CUDA or ROCm; nothing if it can."""
     import torch
 
@@ -149,7 +149,7 @@ def _hiding_variables(environ: Environ) -> list[str]:
     ]
 
 
-def _why_unused(
+def _explain_unused_gpus(
     hidden: Sequence[str],
     build: TorchBuild,
     why: Callable[[], str],
@@ -179,11 +179,11 @@ def _why_unused(
             f"{build.description}, and no driver of {maker} shows one here ({where}); compare the "
             "job's request with the node, and the options of its container"
         )
-    explain = _why_amd_unused if maker == "AMD" else _why_nvidia_unused
+    explain = _explain_unused_amd_gpus if maker == "AMD" else _explain_unused_nvidia_gpus
     return explain(build, why(), root)
 
 
-def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:
+def _explain_unused_amd_gpus(build: TorchBuild, why: str, root: Path) -> str:
     kfd = root / "dev/kfd"
     if not kfd.exists():
         return "there is no /dev/kfd; start the container with --rocm, or the step with its GPUs"
@@ -196,7 +196,7 @@ def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:
     return f"{build.description}, the driver amdgpu is {driver}{_torch_error_clause(why)}"
 
 
-def _why_nvidia_unused(build: TorchBuild, why: str, root: Path) -> str:
+def _explain_unused_nvidia_gpus(build: TorchBuild, why: str, root: Path) -> str:
     text = _read_text(root / "proc/driver/nvidia/version")
     driver = re.search(r"\b(\d{3,})\.(\d+)[.\d]*", text)
     least = _OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]))

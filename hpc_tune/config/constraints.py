@@ -44,7 +44,7 @@ def check_config(config: RunConfig) -> list[str]:
     ]
 
 
-def why_not_compiled(
+def find_compile_obstacle(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, is_mixture_of_experts: bool
 ) -> str:
     """Return why the settings keep train.compile=auto from compiling on a GPU, or ""."""
@@ -451,7 +451,7 @@ def _conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
-    if not data.has_held_out:
+    if not data.has_held_out_data:
         for name in ("eval_every_steps", "stop_after_evals"):
             if getattr(train, name) is not None:
                 yield (
@@ -460,7 +460,7 @@ def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if train.stop_after_evals is not None and train.eval_every_steps is None:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
     yield from _check_sources(data)
-    yield from _check_held_out(data)
+    yield from _check_held_out_data(data)
     yield from check_template_names(data)
     paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
     paths += [source.path for source in data.eval_sources or []]
@@ -497,7 +497,7 @@ def _check_sources(data: DataConfig) -> Iterator[str]:
         yield "data.new_mixture=true has no effect without weights in data.sources; leave it out"
 
 
-def _check_held_out(data: DataConfig) -> Iterator[str]:
+def _check_held_out_data(data: DataConfig) -> Iterator[str]:
     if data.eval_sources is not None and not data.eval_sources:
         yield "data.eval_sources is an empty list; name at least one source, or leave it out"
     said = {

@@ -68,7 +68,7 @@ class HeldOutSource(Section):
         return self.name or re.sub(r"[^\w.-]+", "-", stem).strip("-") or "data"
 
 
-class TrainedSource(HeldOutSource):
+class TrainingSource(HeldOutSource):
     """A source of a mixture. All sources set ``weight``, or all set ``epochs``; never both."""
 
     weight: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -86,7 +86,7 @@ class TrainedSource(HeldOutSource):
     )
 
 
-def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
+def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
     """Yield a problem for each conflict between the sources of a mixture."""
     if not sources:
         yield "data.sources is an empty list; name at least one source, or data.path"
@@ -116,7 +116,7 @@ def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
             )
 
 
-def _describe_amount(source: TrainedSource) -> str:
+def _describe_amount(source: TrainingSource) -> str:
     if source.weight is not None and source.epochs is not None:
         return "both weight and epochs"
     return "weight" if source.weight is not None else "epochs" if source.epochs else "neither"
@@ -137,7 +137,7 @@ def check_source_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterat
 
 # What rows contain: answers to learn, pairs of a chosen and a rejected answer, or answers with a
 # label that says whether they are desirable.
-Form = Literal["answers", "pairs", "labels"]
+DataForm = Literal["answers", "pairs", "labels"]
 
 
 class DataConfig(Section):
@@ -154,7 +154,7 @@ class DataConfig(Section):
         path="dataset",
         aliases="train_file dataset datasets dataset_name dataset_dir train_data data_files",
     )
-    sources: list[TrainedSource] | None = setting(
+    sources: list[TrainingSource] | None = setting(
         None,
         "free",
         "Several sources in place of data.path, each with path and weight (its share "
@@ -253,11 +253,11 @@ class DataConfig(Section):
     )
 
     @property
-    def has_held_out(self) -> bool:
+    def has_held_out_data(self) -> bool:
         """Whether a held-out loss is measured."""
         return bool(self.eval_path or self.eval_fraction or self.eval_sources)
 
-    def for_source(self, source: HeldOutSource) -> "DataConfig":
+    def with_source(self, source: HeldOutSource) -> "DataConfig":
         """Return this section as it applies to one source, without the lists of sources."""
         update = {"path": source.path, "sources": None, "eval_sources": None}
         for name in ("columns", "chat_template", "loss_on"):

@@ -62,18 +62,18 @@ PlanSizes = Callable[[Path, int, int], PlannedSizes | None]
 
 
 def collect_answers(
-    given: Mapping[str, str | None], ask: Callable[[str], str] | None
+    option_values: Mapping[str, str | None], ask: Callable[[str], str] | None
 ) -> dict[str, str]:
     """Return the four answers; ``ask`` is called with the question of each missing one.
 
     Raises:
         ConfigError: if one is missing and there is nobody to ask, or one is not valid UTF-8.
     """
-    missing = [name for name in QUESTIONS if given.get(name) is None]
+    missing = [name for name in QUESTIONS if option_values.get(name) is None]
     if missing and ask is None:
         flags = " ".join(f"--{name} {DEFAULTS[name]}" for name in missing)
         raise ConfigError(f"there is nobody to ask; give what is missing as arguments: {flags}")
-    complete = {name: value for name, value in given.items() if value is not None}
+    complete = {name: value for name, value in option_values.items() if value is not None}
     if ask is not None:
         for name in missing:
             answer = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip()
@@ -83,7 +83,7 @@ def collect_answers(
 
 def write_config(
     out: Path,
-    given: Mapping[str, str],
+    option_values: Mapping[str, str],
     host_bytes: int,
     plan_sizes: PlanSizes | None = None,
     section: Literal["slurm", "pbs"] = "slurm",
@@ -98,13 +98,17 @@ def write_config(
     """
     if os.path.exists(out):
         raise ConfigError(f"{out} exists already; name another file with --out, or remove it")
-    machine = _parse_machine(given["machine"], section)
-    if given["method"] not in METHODS:
-        raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
+    machine = _parse_machine(option_values["machine"], section)
+    if option_values["method"] not in METHODS:
+        raise ConfigError(
+            f"--method {option_values['method']}: expected one of {', '.join(METHODS)}"
+        )
 
     def write(sizes: PlannedSizes | None) -> None:
         try:
-            write_file(out, "\n".join([*_config_lines(given, machine, out.stem, sizes), ""]))
+            write_file(
+                out, "\n".join([*_config_lines(option_values, machine, out.stem, sizes), ""])
+            )
         except OSError as error:
             with contextlib.suppress(OSError):
                 out.unlink()  # else a second try would say that it exists
@@ -118,7 +122,7 @@ def write_config(
         raise
     if machine.gpus and plan_sizes is not None:
         write(plan_sizes(out, machine.nodes, machine.gpus))
-    return list(_next_commands(out, machine, given["data"], host_bytes))
+    return list(_next_commands(out, machine, option_values["data"], host_bytes))
 
 
 def interactive_input() -> Callable[[str], str] | None:
@@ -136,12 +140,12 @@ def _parse_machine(text: str, section: Literal["slurm", "pbs"]) -> TargetMachine
 
 
 def _config_lines(
-    given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
+    option_values: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
 ) -> Iterator[str]:
-    path, method = given["model"], given["method"]
-    length, why = _choose_seq_len(path, _USUAL_SEQ_LEN if machine.gpus else _SEQ_LEN_ON_CPUS)
+    path, method = option_values["model"], option_values["method"]
+    length, reason = _choose_seq_len(path, _USUAL_SEQ_LEN if machine.gpus else _SEQ_LEN_ON_CPUS)
     rows = _GLOBAL_SIZE if machine.gpus else _GLOBAL_SIZE_ON_CPUS
-    yield f"# Written by `hpc_tune init` for {method} on {given['machine']}."
+    yield f"# Written by `hpc_tune init` for {method} on {option_values['machine']}."
     yield "# All other settings have defaults: python -m hpc_tune --help"
     yield "model:"
     yield f"  path: {_format_scalar(path)}"
@@ -157,7 +161,7 @@ def _config_lines(
             "param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding"
         )
     yield "data:"
-    data = _parse_data(given["data"])
+    data = _parse_data(option_values["data"])
     yield f"  path: {_format_scalar(data)}"
     if is_prepared(data):
         yield _commented_line("eval_path: null", "the held-out file that prepare wrote, if any")
@@ -165,7 +169,7 @@ def _config_lines(
         yield _commented_line(
             "eval_fraction: 0.02", "held out by a hash of each document: overfitting shows"
         )
-    yield _commented_line(f"seq_len: {length}", why)
+    yield _commented_line(f"seq_len: {length}", reason)
     yield "batch:"
     yield _commented_line(
         f"global_size: {rows}", "rows per optimizer step, over all ranks together"
@@ -227,8 +231,8 @@ def _recompute_line(sizes: PlannedSizes | None) -> str:
     return _commented_line("recompute: full", f"and a GPU still needs {device}: take more of them")
 
 
-def _commented_line(setting: str, why: str) -> str:
-    return f"  {setting:<22} # {why}"
+def _commented_line(setting: str, reason: str) -> str:
+    return f"  {setting:<22} # {reason}"
 
 
 def _choose_seq_len(model: str, usual_seq_len: int) -> tuple[int, str]:
@@ -247,7 +251,7 @@ def _choose_seq_len(model: str, usual_seq_len: int) -> tuple[int, str]:
 def _parse_data(text: str) -> str | list[str]:
     """Return data.path as the command line would parse it: [a, b] is a list."""
     try:
-        value = load_yaml(text, as_text=True) if text.startswith("[") else text
+        value = load_yaml(text, scalars_as_text=True) if text.startswith("[") else text
     except ValueError:
         return text
     return value if isinstance(value, list) else text

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hpc_tune.config.constraints import check_config
-from hpc_tune.config.data import HeldOutSource, TrainedSource
+from hpc_tune.config.data import HeldOutSource, TrainingSource
 from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import PathKind, SettingFacts, facts_of, flatten
@@ -167,13 +167,15 @@ _ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; pass a settings file by --config FILE",
 }
-_LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
+_LAYOUT_ADVICE = (
+    ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
+)
 _SOURCE_FIELDS = [
-    *(f"data.sources.{name}" for name in TrainedSource.model_fields),
+    *(f"data.sources.{name}" for name in TrainingSource.model_fields),
     *(f"data.eval_sources.{name}" for name in HeldOutSource.model_fields),
 ]
 _VARIABLE = re.compile(r"\$(?:\{(?:oc\.env:)?(\w+)[,}]|(\w+))")
-_IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
+_SOURCE_KEY_PATTERN = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
 
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -212,7 +214,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
     try:
         values = _as_dict(_merge_with_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {_explain_unresolved(error)}")
+        problems.append(f"{source}: {_explain_interpolation_error(error)}")
         raise ConfigError(_join_problems(problems)) from None
     problems += _expand_paths_in_place(values)
     if unwritable := list(_find_unencodable_text(values)):
@@ -245,7 +247,7 @@ def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[
     return sorted({name for pair in _VARIABLE.findall(text) for name in pair if name})
 
 
-def _explain_unresolved(error: OmegaConfBaseException) -> str:
+def _explain_interpolation_error(error: OmegaConfBaseException) -> str:
     key = error.full_key or "?"
     if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
         name = missing[1]
@@ -328,11 +330,15 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     expected: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
-        in_source = _IN_SOURCE.match(name)  # data.sources.0.path.str: the branch is cut off
+        in_source = _SOURCE_KEY_PATTERN.match(
+            name
+        )  # data.sources.0.path.str: the branch is cut off
         if error["type"] == "extra_forbidden":
             for one in _names_in_section(name, error["input"]):
                 near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (one, known)
-                hint = (_ADVICE.get(one) or _suggest_near(*near)) + _scheduler_option_hint(one)
+                hint = (_ADVICE.get(one) or _suggest_similar_name(*near)) + _scheduler_option_hint(
+                    one
+                )
                 unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -343,7 +349,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
                 (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
             )
             message = f"Input should be a valid dictionary of settings, such as {example}=..."
-            message += _LAYOUTS if field == "parallel" else ""
+            message += _LAYOUT_ADVICE if field == "parallel" else ""
         if error["type"] == "list_type" and isinstance(error["input"], str):
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)
@@ -393,7 +399,7 @@ def _read_yaml(path: str) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        content = _restore_text(load_yaml(text), load_yaml(text, as_text=True))
+        content = _restore_text(load_yaml(text), load_yaml(text, scalars_as_text=True))
         if content is None or content == {}:
             raise ConfigError(
                 f"--config {path}: it contains no setting; add some, or leave --config out to "
@@ -451,11 +457,11 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
-        value, as_text = load_yaml(text), load_yaml(text, as_text=True)
+        value, scalars_as_text = load_yaml(text), load_yaml(text, scalars_as_text=True)
         value = (
-            as_text
+            scalars_as_text
             if key in text_setting_names()
-            else _restore_text({key: value}, {key: as_text})[key]
+            else _restore_text({key: value}, {key: scalars_as_text})[key]
         )
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
@@ -470,7 +476,7 @@ def config_flag_hint(word: str) -> str:
     return f"; pass a settings file by --config {word}" if is_file else ""
 
 
-def _suggest_near(name: str, known: Sequence[str]) -> str:
+def _suggest_similar_name(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     same_name = [k for k in known if k.rpartition(".")[2] == last]
     elsewhere = [k for k, facts in setting_facts().items() if last in facts.aliases.split()]

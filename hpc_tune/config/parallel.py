@@ -227,5 +227,5 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     return {name: size for name, size in axes.items() if size != getattr(parallel, name)}
 
 
-def _largest_divisor(of: int, most: int) -> int:
-    return next(size for size in range(min(of, most), 0, -1) if of % size == 0)
+def _largest_divisor(number: int, max_divisor: int) -> int:
+    return next(size for size in range(min(number, max_divisor), 0, -1) if number % size == 0)

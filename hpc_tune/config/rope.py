@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
 _REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor", ORIGINAL),
-    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "longrope": (ORIGINAL, "short_factor", "long_factor"),
+    "yarn": ("factor", ORIGINAL_LENGTH_KEY),
+    "llama3": ("factor", ORIGINAL_LENGTH_KEY, "low_freq_factor", "high_freq_factor"),
+    "longrope": (ORIGINAL_LENGTH_KEY, "short_factor", "long_factor"),
 }
 _OPTIONAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": (
@@ -24,14 +24,14 @@ _OPTIONAL_KEYS: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "attention_factor"),
 }
-KINDS = tuple(_REQUIRED_KEYS)
+ROPE_TYPES = tuple(_REQUIRED_KEYS)
 # The keys of rope_parameters that belong to a scaling (alpha: HunYuan's). The others belong to the
 # model and stay if the scaling is replaced.
 SCALING_KEYS = frozenset(("rope_type", "type", "alpha")).union(
     *_REQUIRED_KEYS.values(), *_OPTIONAL_KEYS.values()
 )
 _ORIGINAL_LENGTH_HINT = (
-    f"{ORIGINAL}, the tokens that the model was trained with (max_position_embeddings of its "
+    f"{ORIGINAL_LENGTH_KEY}, the tokens that the model was trained with (max_position_embeddings of its "
     "config.json)"
 )
 
@@ -53,36 +53,36 @@ def _are_factors(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_above_0, value))
 
 
-_EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_VALUE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "factor": (lambda v: _is_number(v) and v >= 1, "a number of 1 or more"),
-    ORIGINAL: (_is_count, "a number of tokens"),
+    ORIGINAL_LENGTH_KEY: (_is_count, "a number of tokens"),
     "short_factor": (_are_factors, "a list of numbers above 0"),
     "long_factor": (_are_factors, "a list of numbers above 0"),
     "truncate": (lambda v: isinstance(v, bool), "true or false"),
 }
-_NUMBER = (_is_above_0, "a number above 0")
+_POSITIVE_NUMBER = (_is_above_0, "a number above 0")
 
 
-def _check_rope_scaling(given: Any) -> dict[str, Any] | None:
+def _check_rope_scaling(raw_value: Any) -> dict[str, Any] | None:
     """Validate the setting, and return it with ``rope_type`` for ``type``, the key in old files."""
-    if given is None:
+    if raw_value is None:
         return None
-    if not isinstance(given, dict):
+    if not isinstance(raw_value, dict):
         example = "{rope_type: linear, factor: 4}"
         raise ValueError(f"Input should be a valid dictionary, such as {example}")
-    kind = str(given.get("rope_type", given.get("type", "")))
+    kind = str(raw_value.get("rope_type", raw_value.get("type", "")))
     if kind not in _REQUIRED_KEYS:
         found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
-        raise ValueError(f"{found}; expected one of {', '.join(KINDS)}")
-    values = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
+        raise ValueError(f"{found}; expected one of {', '.join(ROPE_TYPES)}")
+    values = {key: value for key, value in raw_value.items() if key not in ("rope_type", "type")}
     needed, possible = _REQUIRED_KEYS[kind], ("rope_theta", *_OPTIONAL_KEYS.get(kind, ()))
     problems = [
-        f"{kind} needs {_ORIGINAL_LENGTH_HINT if key == ORIGINAL else key}"
+        f"{kind} needs {_ORIGINAL_LENGTH_HINT if key == ORIGINAL_LENGTH_KEY else key}"
         for key in needed
         if values.get(key) is None
     ]
     for key, value in values.items():
-        is_right, expected = _EXPECTED.get(key, _NUMBER)
+        is_right, expected = _VALUE_CHECKS.get(key, _POSITIVE_NUMBER)
         if key not in (*needed, *possible):
             problems.append(f"{kind} has no {key} (it has {', '.join((*needed, *possible))})")
         elif value is not None and not is_right(value):
@@ -102,7 +102,11 @@ RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check_rope_scali
 
 def suggest_rope_scaling(seq_len: int, trained_len: int) -> dict[str, Any]:
     """Return YaRN settings for rows of ``seq_len`` tokens and a model trained with fewer."""
-    return {"rope_type": "yarn", "factor": -(-seq_len // trained_len), ORIGINAL: trained_len}
+    return {
+        "rope_type": "yarn",
+        "factor": -(-seq_len // trained_len),
+        ORIGINAL_LENGTH_KEY: trained_len,
+    }
 
 
 def format_rope_scaling(value: Mapping[str, Any], name: str = "model.rope_scaling") -> str:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Seconds, Section, setting
 
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_TIME_PATTERN = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _MEMORY_PATTERN = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
 _MIN_MEGABYTES = 1000
 
@@ -21,7 +21,7 @@ def slurm_time_to_seconds(text: str) -> float | None:
     """
     if text.lower() in ("unlimited", "infinite"):
         return None
-    match = _CLOCK.fullmatch(text)
+    match = _TIME_PATTERN.fullmatch(text)
     if match is None:
         raise ValueError("Slurm takes MINUTES, HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
     days, *parts = (None if part is None else int(part) for part in match.groups())
@@ -47,7 +47,7 @@ def _check_slurm_memory(text: str | None) -> str | None:
 
 
 # Options of sbatch that would contradict the script, and what to use instead.
-_OWN_OPTIONS = {
+_OPTION_SETTINGS = {
     "account": "slurm.account", "A": "slurm.account", "partition": "slurm.partition",
     "p": "slurm.partition", "qos": "slurm.qos", "q": "slurm.qos", "nodes": "slurm.nodes",
     "N": "slurm.nodes", "ntasks-per-node": "slurm.tasks_per_node", "cpus-per-task":
@@ -70,7 +70,7 @@ def _check_sbatch_options(options: list[str]) -> list[str]:
             raise ValueError(
                 f"{option!r} is not an sbatch option in one word, such as --constraint=gpu"
             )
-        if instead := _OWN_OPTIONS.get(match[1] or match[2]):
+        if instead := _OPTION_SETTINGS.get(match[1] or match[2]):
             raise ValueError(f"{option} is set by another name here: use {instead}")
     return options
 
@@ -235,12 +235,12 @@ class SlurmConfig(JobConfig):
 # Source: qsub(1B) and pbs_resources(7B) of OpenPBS.
 
 
-_PBS_CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+)", re.ASCII)
+_PBS_TIME_PATTERN = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+)", re.ASCII)
 _VALUE = r"[\w@%+=:,./\[\]|&*^()-]+"
 _PBS_OPTION = re.compile(rf"-([A-Za-z]) *({_VALUE})", re.ASCII)
 _CHUNK = re.compile(r"[A-Za-z]\w*=[\w@%+,./-]+(?::[A-Za-z]\w*=[\w@%+,./-]+)*", re.ASCII)
 # Options of qsub that would contradict the script, and what to use instead.
-_PBS_OWN_OPTIONS = {
+_PBS_OPTION_SETTINGS = {
     "A": "pbs.account", "q": "pbs.queue", "N": "pbs.job_name", "o": "pbs.output",
     "e": "pbs.output, which has both", "j": "pbs.output, which has both",
     "J": "one configuration for each run: a job array is not supported",
@@ -250,7 +250,7 @@ _PBS_OWN_OPTIONS = {
     "S": "nothing: the script is one of bash",
     "C": "nothing: directives begin with #PBS", "z": "nothing: the job's number is needed",
 }  # fmt: skip
-_OWN_RESOURCES = {
+_RESOURCE_SETTINGS = {
     "walltime": "pbs.walltime", "select": "pbs.nodes and pbs.chunk", "place": "pbs.place",
     "filesystems": "pbs.filesystems", "nodes": "pbs.nodes", "ncpus": "pbs.cpus_per_task",
     "ngpus": "pbs.gpus_per_node", "mem": "pbs.memory", "mpiprocs": "pbs.tasks_per_node",
@@ -263,7 +263,7 @@ def pbs_time_to_seconds(text: str) -> float:
     Raises:
         ValueError: if qsub would refuse it.
     """
-    match = _PBS_CLOCK.fullmatch(text)
+    match = _PBS_TIME_PATTERN.fullmatch(text)
     if match is None:
         raise ValueError("PBS takes HH:MM:SS, such as 04:00:00, MM:SS, or seconds")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -297,10 +297,10 @@ def _check_pbs_options(options: list[str]) -> list[str]:
         match = _PBS_OPTION.fullmatch(option)
         if match is None:
             raise ValueError(f"{option!r} is not a qsub option with its value, such as '-k doe'")
-        instead = _PBS_OWN_OPTIONS.get(match[1])
+        instead = _PBS_OPTION_SETTINGS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
-            instead = next((_OWN_RESOURCES[n] for n in names if n in _OWN_RESOURCES), None)
+            instead = next((_RESOURCE_SETTINGS[n] for n in names if n in _RESOURCE_SETTINGS), None)
         if match[1] == "W" and "depend" in names:
             instead = "nothing: each job waits for the one before it"
         if instead:

@@ -99,7 +99,7 @@ class MemoryConfig(Section):
     )
 
 
-def _require_distinct(names: str | None) -> str | None:
+def _require_distinct_names(names: str | None) -> str | None:
     given = [name.strip() for name in (names or "").split(",")]
     if twice := sorted({name for name in given if given.count(name) > 1}):
         raise ValueError(f"named more than once: {', '.join(twice)}; name each interface once")
@@ -314,7 +314,7 @@ class RunSettings(Section):
     interface: Annotated[
         str | None,
         BeforeValidator(lambda v: ",".join(map(str, v)) if isinstance(v, list) else v),
-        AfterValidator(_require_distinct),
+        AfterValidator(_require_distinct_names),
     ] = setting(
         None,
         "free",

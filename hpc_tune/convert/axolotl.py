@@ -6,34 +6,34 @@ from hpc_tune.convert import hf_trainer, preferences, rules
 from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LISTS, list_readable_data_files
 from hpc_tune.convert.rules import (
     NO_ADAPTERS,
-    OFF_IN_THEIRS,
+    OFF_KEY,
     OFF_VALUES,
     SFT,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Refusal,
     Rule,
     Tool,
-    Unsupported,
+    UnsupportedKey,
     rule_for_keys,
 )
 
-_FULL = "none: all weights are trained"
+_FULL_METHOD_REMARK = "none: all weights are trained"
 _OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 # Plugins that change how something is computed, but not the result.
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
 # Values of dpo_loss_type that correspond to our objective dpo.
-_DPO = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
+_DPO_LOSS_TYPES = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
 
 
 def _read_method(theirs: ForeignConfig) -> str:
-    kind = theirs.get("adapter", _FULL)
+    kind = theirs.get("adapter", _FULL_METHOD_REMARK)
     is_4_bit = theirs.is_on("load_in_4bit") or theirs.get("peft.weight_dtype") in ("nf4", "int4")
     return rules.choose_method(
-        is_full=kind == _FULL,
+        is_full=kind == _FULL_METHOD_REMARK,
         is_4_bit=kind == "qlora" or is_4_bit,
         is_dora=theirs.is_on("peft_use_dora"),
     )
@@ -41,7 +41,7 @@ def _read_method(theirs: ForeignConfig) -> str:
 
 def _read_objective(theirs: ForeignConfig) -> str | None:
     kind = str(theirs.get("rl", "")).lower()
-    if kind == "dpo" and (losses := _list_losses(theirs)) not in _DPO:
+    if kind == "dpo" and (losses := _list_losses(theirs)) not in _DPO_LOSS_TYPES:
         return "ipo" if losses == ["ipo"] else None
     return kind if kind in _OBJECTIVES else SFT
 
@@ -54,8 +54,8 @@ def _list_losses(theirs: ForeignConfig) -> list[str]:
 def _convert_weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("nf4", "int4") and theirs.method == "qlora":
         remark = "" if value == "nf4" else "in NF4, not in integers"
-        return Mapped({"tune.method": "qlora"}, remark)
-    return Unsupported(rules.ONLY_4_BITS, to_do=True)
+        return MappedKey({"tune.method": "qlora"}, remark)
+    return UnsupportedKey(rules.QUANTIZATION_ADVICE, to_do=True)
 
 
 def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -64,13 +64,13 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if not hf_trainer.are_expert_stacks(theirs.get("lora_target_parameters")):
         return _convert_layer_targets(theirs)
     has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
-    layers = _convert_layer_targets(theirs) if has_layers else Mapped({"tune.targets": []})
+    layers = _convert_layer_targets(theirs) if has_layers else MappedKey({"tune.targets": []})
     return hf_trainer.add_expert_targets(layers, theirs.get("lora_r"))
 
 
 def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
     if not hf_trainer.are_expert_stacks(value):
-        return Unsupported(
+        return UnsupportedKey(
             "adapters go on both stacks of experts in all layers, if tune.targets names experts: "
             "[all-linear, experts], with tune.expert_rank for each expert",
             to_do=True,
@@ -88,10 +88,10 @@ def _convert_layer_targets(theirs: ForeignConfig) -> Outcome:
     if not theirs.is_on("lora_target_linear") and names:
         return hf_trainer.convert_targets(names, "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
-        return Unsupported(
+        return UnsupportedKey(
             f"all-linear does not include {further[0]}; list all names instead", to_do=True
         )
-    return Mapped({"tune.targets": "all-linear"})
+    return MappedKey({"tune.targets": "all-linear"})
 
 
 def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -111,27 +111,27 @@ def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
     if str(value).lower() == "false":
-        return Ignored(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
+        return IgnoredKey(f"{halves[0]} says it") if halves else MappedKey({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
-        return Ignored("fp16 takes precedence")
+        return IgnoredKey("fp16 takes precedence")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
     if theirs.method != "full":
-        return Mapped(ours, "adapters and their state stay in fp32")
+        return MappedKey(ours, "adapters and their state stay in fp32")
     if theirs.get("deepspeed"):
-        return Mapped(ours, "trained weights are kept in fp32, as DeepSpeed does")
-    return Mapped({**ours, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+        return MappedKey(ours, "trained weights are kept in fp32, as DeepSpeed does")
+    return MappedKey({**ours, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
 def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
-        return Ignored("parallel.recompute=none is the default")
+        return IgnoredKey("parallel.recompute=none is the default")
     remark = "" if str(value).lower() == "true" else "recomputed, not moved to the host"
-    return Mapped({"parallel.recompute": "full"}, remark)
+    return MappedKey({"parallel.recompute": "full"}, remark)
 
 
 def _convert_profile(value: Any, theirs: ForeignConfig) -> Outcome:
     skipped = theirs.integer("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
-    return Mapped({"train.profile": f"{skipped + 1}:{theirs.integer('profiler_steps')}"})
+    return MappedKey({"train.profile": f"{skipped + 1}:{theirs.integer('profiler_steps')}"})
 
 
 def _convert_trackers(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -139,20 +139,20 @@ def _convert_trackers(value: Any, theirs: ForeignConfig) -> Outcome:
     is_off = theirs.get("wandb_mode") == "disabled" or theirs.get("use_wandb", True) is False
     names = ["wandb"] if has_wandb and not is_off else []
     names += [name for name in ("mlflow", "trackio") if theirs.is_on(f"use_{name}")]
-    return Mapped({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
+    return MappedKey({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
 
 
 def _convert_plugins(value: Any, theirs: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
     others = [name for name in names if name not in _KERNELS]
     if not others:
-        return Ignored(hf_trainer.OWN_KERNELS)
-    return Unsupported(f"{' and '.join(others)}: there are no plugins", to_do=True)
+        return IgnoredKey(hf_trainer.OWN_KERNELS)
+    return UnsupportedKey(f"{' and '.join(others)}: there are no plugins", to_do=True)
 
 
 def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
-        "adapter": _FULL,
+        "adapter": _FULL_METHOD_REMARK,
         "sequence_len": 512,
         "sample_packing": False,
         "lr_scheduler": "cosine",
@@ -172,13 +172,13 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
 
 
 def _convert_rl(value: Any, theirs: ForeignConfig) -> Outcome:
-    return preferences.map_objective(theirs) if theirs.has_preferences else OFF_IN_THEIRS
+    return preferences.map_objective(theirs) if theirs.has_preferences else OFF_KEY
 
 
 def _convert_loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
     if "sft" in _list_losses(theirs) and theirs.get("dpo_loss_weights") is None:
-        return Mapped({"tune.sft_weight": 1.0}, preferences.MEAN_REMARK)
-    return preferences.OBJECTIVE_SAYS_IT
+        return MappedKey({"tune.sft_weight": 1.0}, preferences.MEAN_REMARK)
+    return preferences.OBJECTIVE_IMPLIED_KEY
 
 
 def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -186,10 +186,10 @@ def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
         zip(_list_losses(theirs), value if isinstance(value, list) else [value], strict=False)
     )
     if len(weights) == 1 and list(weights.values()) == [1]:
-        return Ignored("there is one loss, of weight 1")
+        return IgnoredKey("there is one loss, of weight 1")
     if weights.keys() == {"sigmoid", "sft"} and weights["sigmoid"] == 1:
-        return Mapped({"tune.sft_weight": weights["sft"]}, preferences.MEAN_REMARK)
-    return Unsupported(
+        return MappedKey({"tune.sft_weight": weights["sft"]}, preferences.MEAN_REMARK)
+    return UnsupportedKey(
         "here the loss of pairs has weight 1, and tune.sft_weight is the weight of the chosen "
         "answers' loss: divide all weights by that of the pairs, and multiply optim.lr by it",
         to_do=True,
@@ -198,9 +198,9 @@ def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.objective != "dpo":
-        return Ignored(f"{theirs.objective} does not use it there")
+        return IgnoredKey(f"{theirs.objective} does not use it there")
     if _list_losses(theirs) == ["robust"] and value not in OFF_VALUES:
-        return Mapped({"tune.label_smoothing": value})
+        return MappedKey({"tune.label_smoothing": value})
     return rules.apply_rule(preferences.SMOOTHING_RULE, value, theirs)
 
 
@@ -208,13 +208,13 @@ def _beta_rule(key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         first = next((one for one in _BETAS if theirs.get(one) is not None), key)
         if theirs.has_preferences and first != key:
-            return Ignored(f"{first} takes precedence")
+            return IgnoredKey(f"{first} takes precedence")
         return rules.apply_rule("tune.beta", value, theirs)
 
     return rule
 
 
-_WITH_PREFERENCES = rules.rule_table(
+_PREFERENCE_RULES = rules.rule_table(
     {
         "dpo_loss_type": _convert_loss_type,
         "dpo_loss_weights": _convert_loss_weights,
@@ -223,7 +223,7 @@ _WITH_PREFERENCES = rules.rule_table(
             preferences.sft_weight_rule(preferences.MEAN_REMARK), "rpo_alpha cpo_alpha"
         ),
     },
-    ignored={
+    ignored_keys={
         "a prompt is cut only where the answers need its room": "max_prompt_len",
         "the reference is computed once, and kept": "precompute_ref_log_probs",
         "logits are never held whole, and padding is not computed": "dpo_use_logits_to_keep "
@@ -237,12 +237,14 @@ _WITH_PREFERENCES = rules.rule_table(
         ),
     },
 )
-_MAPPED: dict[str, Rule] = {
+_MAPPED_RULES: dict[str, Rule] = {
     "base_model": rules.convert_model_path,
     "adapter": rules.known_values_rule(
-        ("lora", "qlora", _FULL), rules.map_method, Unsupported(rules.ALL_METHODS, to_do=True)
+        ("lora", "qlora", _FULL_METHOD_REMARK),
+        rules.map_method,
+        UnsupportedKey(rules.METHOD_ADVICE, to_do=True),
     ),
-    "load_in_4bit": rules.on_off_rule(rules.map_method, rules.METHOD_SAYS_IT),
+    "load_in_4bit": rules.on_off_rule(rules.map_method, rules.METHOD_IMPLIED_KEY),
     "peft.weight_dtype": _convert_weight_dtype,
     "bnb_config_kwargs.bnb_4bit_quant_type": hf_trainer.only_value_rule(
         "nf4", hf_trainer.NF4_REASON
@@ -259,7 +261,7 @@ _MAPPED: dict[str, Rule] = {
         preferences.NO_DROPOUT_THERE, "tune.dropout"
     ),
     "lora_modules_to_save": hf_trainer.convert_modules_to_save,
-    "peft_trainable_token_indices": rules.unless_off("tune.trainable_tokens"),
+    "peft_trainable_token_indices": rules.ignore_if_off("tune.trainable_tokens"),
     "peft_autocast_adapter_dtype": hf_trainer.only_value_rule(
         "true", "adapters are in fp32; tune.param_dtype says it"
     ),
@@ -267,7 +269,7 @@ _MAPPED: dict[str, Rule] = {
         "true", "adapters are initialized as in LoRA"
     ),
     "lora_target_modules": _convert_targets,
-    "lora_target_linear": rules.on_off_rule(_convert_targets, Ignored("tune.targets says it")),
+    "lora_target_linear": rules.on_off_rule(_convert_targets, IgnoredKey("tune.targets says it")),
     "lora_target_parameters": _convert_target_parameters,
     "lora_model_dir": hf_trainer.init_adapter_rule(),
     "val_set_size": hf_trainer.convert_val_size,
@@ -279,7 +281,7 @@ _MAPPED: dict[str, Rule] = {
     "optimizer": hf_trainer.convert_optimizer,
     "lr_scheduler": _convert_schedule,
     **rule_for_keys(_convert_bf16, "bf16 bfloat16"),
-    "fp8": rules.on_off_rule(Unsupported(rules.FLOAT8_ADVICE, to_do=True)),
+    "fp8": rules.on_off_rule(UnsupportedKey(rules.FLOAT8_ADVICE, to_do=True)),
     **rule_for_keys(
         _convert_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"
     ),
@@ -302,15 +304,15 @@ _MAPPED: dict[str, Rule] = {
     # Keys for training on preferences, which trl does.
     "rl": _convert_rl,
     **{key: _beta_rule(key) for key in _BETAS},
-    **preferences.for_preferences_only(_WITH_PREFERENCES),
+    **preferences.restrict_to_preferences(_PREFERENCE_RULES),
     "kto_desirable_weight": "tune.desirable_weight",
     "kto_undesirable_weight": "tune.undesirable_weight",
     # false counts as an argument: Qwen3's template behaves differently without enable_thinking.
-    "chat_template_kwargs.*": Unsupported(
+    "chat_template_kwargs.*": UnsupportedKey(
         "a template gets no further arguments: write them into it", to_do=True
     ),
 }
-_IGNORED = {
+_IGNORED_KEYS = {
     "tune.method=qlora keeps routed experts in 4 bits too": "quantize_moe_experts",
     "padding is neither attended to nor learned": "special_tokens.pad_token tokens.pad_token",
     "model and tokenizer are read from model.path; config.json says their type": "model_type "
@@ -318,7 +320,7 @@ _IGNORED = {
     "tokenizer_save_jinja_files base_model_config cls_model_config base_model_ignore_patterns "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
     "save_safetensors",
-    rules.READ_BY_REGIONS: "lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
+    rules.PARTIAL_READ_REASON: "lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
     "experimental_skip_move_to_device",
     hf_trainer.PREPARATION_REASON: "dataset_processes dataset_num_proc dataset_keep_in_memory "
     "skip_prepare_dataset num_dataset_shards_to_save streaming_multipack_buffer_size "
@@ -356,7 +358,7 @@ _IGNORED = {
     ),
     hf_trainer.HELD_OUT_LOSS: "evaluation_strategy eval_sequence_len",
     "checkpoint.resume=auto: rerun the same command": "auto_resume_from_checkpoints",
-    rules.MERGED_BY_EXPORT: "merge_lora merge_method",
+    rules.EXPORT_MERGE_REASON: "merge_lora merge_method",
     "recomputing is PyTorch's own, not reentrant": "gradient_checkpointing_kwargs.*",
     "optim.min_lr_ratio says it": "cosine_min_lr_ratio",
     "bitsandbytes quantizes": "peft.backend",
@@ -378,10 +380,10 @@ _IGNORED = {
     "gradio_server_port gradio_max_new_tokens gradio_temperature",
     "images, sound and video are not trained on": "image_size image_resize_algorithm "
     "freeze_mm_modules processor_type is_multimodal",
-    preferences.ONLY_FOR_REWARDS.why: "process_reward_model trl.* vllm.* ebft.* "
+    preferences.REWARD_ONLY_KEY.reason: "process_reward_model trl.* vllm.* ebft.* "
     "center_rewards_coefficient num_labels",
 }
-_LACKING = {
+_UNSUPPORTED_KEYS = {
     hf_trainer.NF4_REASON: "bnb_config_kwargs.* peft.group_size",
     rules.DTYPE_ADVICE: "float16",
     "weights are gathered in model.dtype": "fp8_enable_fsdp_float8_all_gather",
@@ -391,7 +393,7 @@ _LACKING = {
     "embeddings keep their size": "resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings",
     "the text with which the chat template ends an answer is learned too": "eot_tokens",
-    rules.RECOMPUTE_INSTEAD: "activation_offloading layer_offloading",
+    rules.RECOMPUTE_ADVICE: "activation_offloading layer_offloading",
     "set train.compile=true": "deepcompile",
     "a loss that is not finite ends a run; watch and the report show all losses": (
         "loss_watchdog_threshold loss_watchdog_patience"
@@ -410,7 +412,7 @@ _LACKING = {
     "swanlab_completion_max_buffer wandb_log_model",
     "nothing is uploaded; run.dir has export/": "push_dataset_to_hub hf_use_auth_token",
 }
-_TO_DO = {
+_TODO_KEYS = {
     "8-bit bases are not supported: lora on bf16 is used; qlora has 4 bits": "load_in_8bit",
     "tune.method=qlora quantizes the original model: name that one": "gptq",
     "set model.dtype=fp32": "float32",
@@ -442,7 +444,7 @@ _TO_DO = {
     "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
     rules.SHUFFLE_REASON: "curriculum_sampling sample_packing_sequentially",
     "there is one learning rate for all weights": "embedding_lr embedding_lr_scale lr_groups",
-    rules.ONLY_ADAMW: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
+    rules.OPTIMIZER_ADVICE: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
     "dion_rank_fraction dion_rank_multiple_of grokfast_alpha grokfast_lamb",
     hf_trainer.SCHEDULE_ADVICE: "lr_scheduler_kwargs.* lr_quadratic_warmup "
     "cosine_constant_lr_ratio lr_div_factor",
@@ -452,15 +454,19 @@ _TO_DO = {
     "llmcompressor.*",
     "set data.packing=true": "max_packed_sequence_len",
 }
-_CHOSEN = "field_chosen field_rejected type.field_chosen type.field_rejected"
-_CHOSEN_KEYS = " ".join(f"{part}.{key}" for part in DATASET_LISTS[:2] for key in _CHOSEN.split())
+_CHOSEN_FIELDS = "field_chosen field_rejected type.field_chosen type.field_rejected"
+_CHOSEN_KEYS = " ".join(
+    f"{part}.{key}" for part in DATASET_LISTS[:2] for key in _CHOSEN_FIELDS.split()
+)
 _MEDIA_KEYS = "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules"
 
 
 AXOLOTL = Tool(
     "axolotl",
     rules.join_tables(
-        hf_trainer.TRAINER_RULES, DATA_RULES, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+        hf_trainer.TRAINER_RULES,
+        DATA_RULES,
+        rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEYS, _TODO_KEYS),
     ),
     _default_settings,
     _read_method,
@@ -483,17 +489,17 @@ AXOLOTL = Tool(
             "reward_model process_reward_model", preferences.is_on, *preferences.REWARD_TRAINING
         ),
         Refusal(
-            "rl", preferences.unless_preferences(preferences.is_on), *preferences.REWARD_TRAINING
+            "rl", preferences.exclude_preferences(preferences.is_on), *preferences.REWARD_TRAINING
         ),
         Refusal(
             _CHOSEN_KEYS,
-            preferences.unless_preferences(preferences.always),
+            preferences.exclude_preferences(preferences.accept_any),
             *preferences.UNNAMED_LOSS,
         ),
         Refusal("kd_trainer kd_ce_alpha kd_alpha", preferences.is_on, *preferences.DISTILLATION),
         Refusal(
             "datasets.logprobs_field test_datasets.logprobs_field",
-            preferences.always,
+            preferences.accept_any,
             *preferences.DISTILLATION,
         ),
         Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.MEDIA_TRAINING),

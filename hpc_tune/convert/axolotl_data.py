@@ -10,19 +10,21 @@ from typing import Any
 from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Rule,
-    Unsupported,
+    UnsupportedKey,
     rule_for_keys,
 )
 
 _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 DATASET_LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
-_BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
-_LEARNED = Ignored("the assistant's answers are learned, each up to the token that ends it")
+_FORM_BY_KEYS = IgnoredKey(rules.FORM_REASON)
+_LEARNED_ANSWERS = IgnoredKey(
+    "the assistant's answers are learned, each up to the token that ends it"
+)
 # Types whose records have fields that hpc_tune knows; axolotl adds words of its own to some.
 _ALPACA_TYPES = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
 _QUESTION_TYPES = ("jeopardy", "context_qa.load_v2")
@@ -57,12 +59,12 @@ _PREFERENCE_KEYS = {
     "type.field_completion": "completion",
     "type.field_label": "label",
 }
-_READ_AS = {"conversations": "messages"}  # a column name that needs no entry in data.columns
+_COLUMN_ALIASES = {"conversations": "messages"}  # a column name that needs no entry in data.columns
 
 
-def list_readable_data_files(part: str, theirs: ForeignConfig) -> list[str]:
+def list_readable_data_files(dataset_list: str, theirs: ForeignConfig) -> list[str]:
     """Return the files of all datasets in a part (such as datasets) that hpc_tune can read."""
-    return [file for item in theirs.items(part) for file in _usable_files(item)]
+    return [file for item in theirs.items(dataset_list) for file in _usable_files(item)]
 
 
 def _usable_files(item: dict[str, Any]) -> list[str]:
@@ -78,20 +80,21 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
     return names if all(rules.is_usable_file(name) for name in names) else []
 
 
-def _path_rule(part: str, ours: str) -> Rule:
+def _path_rule(dataset_list: str, our_key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
             return rules.FORMAT_BY_ENDING
-        items = theirs.items(part)
+        items = theirs.items(dataset_list)
         item = next(i for i in items if value in (i.get("path"), i.get("data_files")))
         if not _usable_files(item):
             if item.get("path") not in _LOADERS:
-                return rules.explain_hub_data(value, ours)
-            return Unsupported(
-                f"write it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True
+                return rules.explain_hub_data(value, our_key)
+            return UnsupportedKey(
+                f"write it as JSONL or Parquet into a folder, and name that in {our_key}",
+                to_do=True,
             )
-        files = list_readable_data_files(part, theirs)
-        return Mapped({ours: files[0] if len(files) == 1 else files})
+        files = list_readable_data_files(dataset_list, theirs)
+        return MappedKey({our_key: files[0] if len(files) == 1 else files})
 
     return rule
 
@@ -101,22 +104,22 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         kind = name.partition(".")[0]
         if kind == "chat_template":
-            return Ignored("prompt and answers are written by the chat template")
+            return IgnoredKey("prompt and answers are written by the chat template")
         return rules.explain_chat_template(kind)
     if name in _COLUMNS:
-        return Mapped({"data.columns": _all_columns(theirs)})
+        return MappedKey({"data.columns": _all_columns(theirs)})
     if name in _TEXT_TYPES:
-        return Ignored("records with text are learned as a whole")
+        return IgnoredKey("records with text are learned as a whole")
     if name == "chat_template" or name.startswith("sharegpt"):
-        return Ignored("messages are written by the chat template")
+        return IgnoredKey("messages are written by the chat template")
     if name.split(".")[0].split(":")[0] in _ALPACA_TYPES or name in _QUESTION_TYPES:
-        return Unsupported(
+        return UnsupportedKey(
             "the chat template formats the prompt here, not axolotl's words and headings (without "
             "a template of the tokenizer, alpaca's headings do): to keep axolotl's, write them "
             "into the records, as prompt and completion",
             to_do=True,
         )
-    return Unsupported(
+    return UnsupportedKey(
         "bring the records into a form of docs/data.md: messages, prompt and completion, or text",
         to_do=True,
     )
@@ -125,18 +128,18 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
     columns = _all_columns(theirs)
     if not isinstance(value, str):
-        return Unsupported(rules.NOT_A_COLUMN, to_do=True)
+        return UnsupportedKey(rules.COLUMN_NAME_REASON, to_do=True)
     if value in columns:
-        return Mapped({"data.columns": columns})
-    if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_READ_AS):
-        return _BY_KEYS
-    return Unsupported("data.columns reads it as something else for another dataset", to_do=True)
+        return MappedKey({"data.columns": columns})
+    if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_COLUMN_ALIASES):
+        return _FORM_BY_KEYS
+    return UnsupportedKey("data.columns reads it as something else for another dataset", to_do=True)
 
 
 def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).strip() in _BARE_FIELDS:
-        return Ignored("prompt and answers are taken from their columns")
-    return Unsupported(
+        return IgnoredKey("prompt and answers are taken from their columns")
+    return UnsupportedKey(
         "the chat template writes prompt and answers: write it as a Jinja file, and set "
         "data.chat_template",
         to_do=True,
@@ -146,8 +149,8 @@ def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
 def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; each field keeps the first column found."""
     columns: dict[str, str] = {}
-    for part in DATASET_LISTS:
-        for item in theirs.items(part):
+    for dataset_list in DATASET_LISTS:
+        for item in theirs.items(dataset_list):
             for name, field in _find_renamed_columns(item, theirs.has_preferences):
                 if field not in columns.values():
                     columns.setdefault(name, field)
@@ -159,48 +162,52 @@ def _find_renamed_columns(item: dict[str, Any], has_preferences: bool) -> Iterat
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
         name = str(item.get(key, field))
-        if field not in (name, _READ_AS.get(name)):
+        if field not in (name, _COLUMN_ALIASES.get(name)):
             yield name, field
 
 
-def _split_rule(part: str, ours: str) -> Rule:
+def _split_rule(dataset_list: str, our_key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
-        is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
-        return rules.convert_split(value, ours, _single_file(part, theirs), is_whole)
+        is_whole = (
+            dataset_list == "datasets" and len(theirs.items(dataset_list)) == 1 and not has_others
+        )
+        return rules.convert_split(value, our_key, _single_file(dataset_list, theirs), is_whole)
 
     return rule
 
 
-def _shards_rule(part: str, ours: str) -> Rule:
+def _shards_rule(dataset_list: str, our_key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        item = next((one for one in theirs.items(part) if "shards" in one), {})
+        item = next((one for one in theirs.items(dataset_list) if "shards" in one), {})
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
-            return Unsupported("cut the data beforehand", to_do=True)
-        return rules.advise_on_slice(f"{index}::{shards}", ours, _single_file(part, theirs))
+            return UnsupportedKey("cut the data beforehand", to_do=True)
+        return rules.advise_on_slice(
+            f"{index}::{shards}", our_key, _single_file(dataset_list, theirs)
+        )
 
     return rule
 
 
-def _single_file(part: str, theirs: ForeignConfig) -> str | None:
-    files = list_readable_data_files(part, theirs)
+def _single_file(dataset_list: str, theirs: ForeignConfig) -> str | None:
+    files = list_readable_data_files(dataset_list, theirs)
     return files[0] if len(files) == 1 else None
 
 
 def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
-        return Ignored("data.chat_template says it")
+        return IgnoredKey("data.chat_template says it")
     if name.startswith("tokenizer_default"):
-        return Ignored("the tokenizer's chat template; data.chat_template names another")
+        return IgnoredKey("the tokenizer's chat template; data.chat_template names another")
     return rules.explain_chat_template(name)
 
 
 def _convert_jinja(value: Any, theirs: ForeignConfig) -> Outcome:
     if "{" in str(value) or "\n" in str(value):
-        return Unsupported("write it into a file and set data.chat_template to that", to_do=True)
-    return Mapped({"data.chat_template": value})
+        return UnsupportedKey("write it into a file and set data.chat_template to that", to_do=True)
+    return MappedKey({"data.chat_template": value})
 
 
 def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -210,23 +217,23 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_excess_length(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        return Ignored("a prompt that does not fit is cut from the left, and no answer is cut")
+        return IgnoredKey("a prompt that does not fit is cut from the left, and no answer is cut")
     instead = "rows longer than data.seq_len are cut at the end, and counted"
     if value == "truncate":
-        return Ignored(instead)
-    return Unsupported(f"{instead}, not dropped: drop them beforehand", to_do=True)
+        return IgnoredKey(instead)
+    return UnsupportedKey(f"{instead}, not dropped: drop them beforehand", to_do=True)
 
 
 _CHAT_TEMPLATE: dict[str, Rule] = {
     "chat_template": _convert_template,
     "chat_template_jinja": _convert_jinja,
 }
-_MAPPED: dict[str, Rule] = {
+_MAPPED_RULES: dict[str, Rule] = {
     **_CHAT_TEMPLATE,
     "conversation": _convert_template,
     "type": _convert_type,
     **rule_for_keys(_convert_column, " ".join(_FIELD_KEYS)),
-    **preferences.for_preferences_only(
+    **preferences.restrict_to_preferences(
         {
             **rule_for_keys(_convert_column, " ".join(_PREFERENCE_KEYS)),
             **rule_for_keys(
@@ -236,14 +243,14 @@ _MAPPED: dict[str, Rule] = {
         }
     ),
     "roles_to_train": preferences.override_for_preferences(
-        preferences.ONLY_ANSWERS,
+        preferences.ANSWERS_ONLY_KEY,
         rules.known_values_rule(
             (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-            _LEARNED,
+            _LEARNED_ANSWERS,
             rules.known_values_rule(
                 ([],),
-                Ignored("marks in the data tell which answers are learned"),
-                Unsupported(
+                IgnoredKey("marks in the data tell which answers are learned"),
+                UnsupportedKey(
                     "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
                 ),
             ),
@@ -251,41 +258,43 @@ _MAPPED: dict[str, Rule] = {
     ),
     **rule_for_keys(
         preferences.override_for_preferences(
-            preferences.ONLY_ANSWERS,
-            rules.known_values_rule(("turn",), _LEARNED, Unsupported(_LEARNED.why, to_do=True)),
+            preferences.ANSWERS_ONLY_KEY,
+            rules.known_values_rule(
+                ("turn",), _LEARNED_ANSWERS, UnsupportedKey(_LEARNED_ANSWERS.reason, to_do=True)
+            ),
         ),
         "train_on_eos train_on_eot",
     ),
     **rule_for_keys(
         rules.known_values_rule(
             ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"),
-            Ignored("role and content, and ShareGPT's from and value, are known"),
-            Unsupported("name it role or content in the data", to_do=True),
+            IgnoredKey("role and content, and ShareGPT's from and value, are known"),
+            UnsupportedKey("name it role or content in the data", to_do=True),
         ),
         "message_property_mappings.* message_field_role message_field_content",
     ),
     "message_field_training": rules.known_values_rule(
         ("train", "training", "weight", "loss", "loss_mask"),
-        Ignored("such a mark in the data tells whether an answer is learned"),
-        Unsupported("call the mark train in the data", to_do=True),
+        IgnoredKey("such a mark in the data tells whether an answer is learned"),
+        UnsupportedKey("call the mark train in the data", to_do=True),
     ),
     **rule_for_keys(
-        Unsupported(
+        UnsupportedKey(
             "there are no random tokens; use builtin:pydocs for first experiments", to_do=True
         ),
         "length sequence_length min_input_id max_input_id seed",
     ),
 }
-_IGNORED = {
-    rules.FOUND_BY_KEYS: "field_human field_model roles.* input_format",
-    rules.FORMAT_BY_ENDING.why: "ds_type",
+_IGNORED_KEYS = {
+    rules.FORM_REASON: "field_human field_model roles.* input_format",
+    rules.FORMAT_BY_ENDING.reason: "ds_type",
     "all keys of a message are given to the template": "field_thinking",
     "all ranks prepare the data, each one a part": "preprocess_shards",
     "only training on rewards or a teacher's probabilities uses it": "logprobs_field temperature "
     "step_separator max_completion_length train_on_last_step_only",
 }
-_LACKING = {"no code of a data set is run": "trust_remote_code"}
-_TO_DO = {
+_UNSUPPORTED_KEYS = {"no code of a data set is run": "trust_remote_code"}
+_TODO_KEYS = {
     "name the files of that configuration or revision": "name revision",
     "write the prompt as a Jinja file; set data.chat_template": "type.format type.no_input_format "
     "type.system_format",
@@ -296,31 +305,41 @@ _TO_DO = {
     "template_thinking_key",
     "change the records beforehand": "input_transform",
 }
-_DATASET_RULES = rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+_DATASET_RULES = rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEYS, _TODO_KEYS)
 
 
-def _part_rules(part: str, ours: str) -> dict[str, Rule]:
+def _dataset_list_rules(dataset_list: str, our_key: str) -> dict[str, Rule]:
     """Return the rules for all keys of one part: datasets, test_datasets or pretraining_dataset."""
     rows: dict[str, Rule] = {
-        part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
-        **rule_for_keys(_path_rule(part, ours), f"{part}.path {part}.data_files"),
-        f"{part}.split": _split_rule(part, ours),
-        f"{part}.skip": rules.record_count_rule(ours, "{}:"),
-        **rule_for_keys(_shards_rule(part, ours), f"{part}.shards {part}.shards_idx"),
+        dataset_list: UnsupportedKey(
+            f"set {our_key} to a file, a folder or a list of them", to_do=True
+        ),
+        **rule_for_keys(
+            _path_rule(dataset_list, our_key), f"{dataset_list}.path {dataset_list}.data_files"
+        ),
+        f"{dataset_list}.split": _split_rule(dataset_list, our_key),
+        f"{dataset_list}.skip": rules.record_count_rule(our_key, "{}:"),
+        **rule_for_keys(
+            _shards_rule(dataset_list, our_key), f"{dataset_list}.shards {dataset_list}.shards_idx"
+        ),
     }
-    return rules.join_tables(rows, {f"{part}.{key}": rule for key, rule in _DATASET_RULES.items()})
+    return rules.join_tables(
+        rows, {f"{dataset_list}.{key}": rule for key, rule in _DATASET_RULES.items()}
+    )
 
 
 DATA_RULES: dict[str, Rule] = {
-    **_part_rules("datasets", "data.path"),
-    **_part_rules("test_datasets", "data.eval_path"),
-    **_part_rules("pretraining_dataset", "data.path"),
+    **_dataset_list_rules("datasets", "data.path"),
+    **_dataset_list_rules("test_datasets", "data.eval_path"),
+    **_dataset_list_rules("pretraining_dataset", "data.path"),
     **_CHAT_TEMPLATE,
     "sequence_len": _convert_seq_len,
     "excess_length_strategy": _convert_excess_length,
     "sample_packing": rules.PACKING_RULE,
     "train_on_inputs": preferences.override_for_preferences(
-        preferences.ONLY_ANSWERS,
-        rules.on_off_rule(Mapped({"data.loss_on": "all"}), Mapped({"data.loss_on": "answers"})),
+        preferences.ANSWERS_ONLY_KEY,
+        rules.on_off_rule(
+            MappedKey({"data.loss_on": "all"}), MappedKey({"data.loss_on": "answers"})
+        ),
     ),
 }

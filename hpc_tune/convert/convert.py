@@ -26,13 +26,13 @@ from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import DATASET_LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import (
-    EMPTY_IN_THEIRS,
+    EMPTY_KEY,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Tool,
-    Unsupported,
+    UnsupportedKey,
     format_their_value,
 )
 from hpc_tune.convert.torchtune import TORCHTUNE
@@ -44,7 +44,7 @@ from hpc_tune.safe_yaml import load_yaml
 
 
 _FLAG = re.compile(r"(?:^|\s)--([a-z][\w.-]*)(?:[ =]([^\s-][^\s]*))?")
-_AS_LLAMA_FACTORY = (
+_LLAMA_FACTORY_ADVICE = (
     "write them as model_name_or_path, stage: sft, finetuning_type, lora_rank, dataset and so on, "
     "the keys of LLaMA-Factory, and convert that, or begin with python -m hpc_tune init"
 )
@@ -56,13 +56,13 @@ def explain_unsupported(theirs: dict[str, Any]) -> str | None:
     if is_name and {"train_dataset", "model_class", "peft_config"} & set(theirs):
         return (
             "that is the newer form of LLaMA-Factory (v1, as in its examples/v1), which convert "
-            f"does not read yet: {_AS_LLAMA_FACTORY}"
+            f"does not read yet: {_LLAMA_FACTORY_ADVICE}"
         )
     if is_name and {"tuner_type", "train_type", "rlhf_type", "sft_type"} & set(theirs):
-        return f"that is a config of ms-swift, which convert does not read: {_AS_LLAMA_FACTORY}"
+        return f"that is a config of ms-swift, which convert does not read: {_LLAMA_FACTORY_ADVICE}"
     of_trl = {"dataset_name", "dataset_mixture", "use_peft", "lora_target_modules"}
     if "model_name_or_path" in theirs and of_trl & set(theirs):
-        return f"that is a config of trl, which convert does not read: {_AS_LLAMA_FACTORY}"
+        return f"that is a config of trl, which convert does not read: {_LLAMA_FACTORY_ADVICE}"
     return None
 
 
@@ -123,8 +123,8 @@ def _parse_number(value: Any) -> Any:
 
 
 PLACEHOLDER = "FILL_IN"
-UNKNOWN = "hpc_tune does not know this key; python -m hpc_tune --help lists all settings"
-_EXPECTED = (
+UNKNOWN_KEY_ADVICE = "hpc_tune does not know this key; python -m hpc_tune --help lists all settings"
+_EXPECTED_TOOLS = (
     "expected a training config of torchtune (optimizer, and model with _component_), "
     "LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or axolotl (base_model and "
     "datasets). docs/coming-from.md has tables for LitGPT and TorchTitan"
@@ -153,22 +153,22 @@ class OutcomeLine:
 class ConvertedConfig:
     """The outcome of a conversion: ``config`` is ours, the rest are lines for people.
 
-    Each of their keys is in exactly one of ``taken``, ``decided`` and ``not_taken``; ``further``:
+    Each of their keys is in exactly one of ``mapped_keys``, ``ignored_keys`` and ``unsupported_keys``; ``further_notes``:
     what to do about our settings that none of their keys gives.
     """
 
     tool: str
     config: dict[str, dict[str, Any]]
-    taken: tuple[OutcomeLine, ...]
-    decided: tuple[OutcomeLine, ...]
-    not_taken: tuple[OutcomeLine, ...]
-    further: tuple[str, ...]
+    mapped_keys: tuple[OutcomeLine, ...]
+    ignored_keys: tuple[OutcomeLine, ...]
+    unsupported_keys: tuple[OutcomeLine, ...]
+    further_notes: tuple[str, ...]
 
     @property
     def to_do(self) -> tuple[str, ...]:
         """What the user must do before the first run."""
-        lines = (*self.taken, *self.not_taken)
-        return (*(str(line) for line in lines if line.to_do), *self.further)
+        lines = (*self.mapped_keys, *self.unsupported_keys)
+        return (*(str(line) for line in lines if line.to_do), *self.further_notes)
 
 
 def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
@@ -180,11 +180,11 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     Raises:
         ConfigError: if it cannot be converted or written.
     """
-    converted = convert_config(read_yaml(file), 1 if ranks is None else ranks)
-    notes = list(converted.to_do)
+    conversion = convert_config(read_yaml(file), 1 if ranks is None else ranks)
+    notes = list(conversion.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-    text, lines = render_yaml(converted, notes, file.name), report_lines(converted, notes)
+    text, lines = render_yaml(conversion, notes, file.name), report_lines(conversion, notes)
     if out is not None:
         write_new_file(out, text)
         lines += (
@@ -214,11 +214,11 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
         if outcome is None and key not in known.values:
-            outcome = EMPTY_IN_THEIRS
+            outcome = EMPTY_KEY
         elif outcome is None and key in named:
-            outcome = Ignored("used where ${...} names it")
+            outcome = IgnoredKey("used where ${...} names it")
         elif outcome is None:
-            outcome = Unsupported(UNKNOWN, to_do=True)
+            outcome = UnsupportedKey(UNKNOWN_KEY_ADVICE, to_do=True)
         value = (
             "(not shown)"
             if _SECRET.search(key)
@@ -228,7 +228,7 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
         text += " (their default)" if key in defaults.keys() - values else ""
         sheet.record_outcome(key, text, outcome)
     sheet.fill_in_placeholders("model.path", "data.path")
-    return sheet.converted(tool.name)
+    return sheet.conversion(tool.name)
 
 
 def recognize_tool(theirs: dict[str, Any]) -> Tool:
@@ -248,7 +248,7 @@ def recognize_tool(theirs: dict[str, Any]) -> Tool:
         return AXOLOTL
     found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
     found += " and more" if len(theirs) > 12 else ""
-    raise ConfigError(f"found the keys {found}; {explain_unsupported(theirs) or _EXPECTED}")
+    raise ConfigError(f"found the keys {found}; {explain_unsupported(theirs) or _EXPECTED_TOOLS}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -315,29 +315,29 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value_of(key, ()) for key in values}
 
 
-def render_yaml(converted: ConvertedConfig, notes: Sequence[str], name: str) -> str:
+def render_yaml(conversion: ConvertedConfig, notes: Sequence[str], name: str) -> str:
     """Return our YAML, with the remaining tasks as comments above it."""
-    lines = [f"# From {name}, a config of {converted.tool}, by hpc_tune convert."]
+    lines = [f"# From {name}, a config of {conversion.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(converted.config, sort_keys=False)
+    return "\n".join(lines) + "\n" + yaml.safe_dump(conversion.config, sort_keys=False)
 
 
-def report_lines(converted: ConvertedConfig, notes: Sequence[str]) -> list[str]:
+def report_lines(conversion: ConvertedConfig, notes: Sequence[str]) -> list[str]:
     """Return the outcome of each key as lines; what is left to do is marked with a star."""
     groups = {
-        "taken over": converted.taken,
-        "decided by hpc_tune itself": converted.decided,
-        "not taken over": converted.not_taken,
+        "taken over": conversion.mapped_keys,
+        "decided by hpc_tune itself": conversion.ignored_keys,
+        "not taken over": conversion.unsupported_keys,
     }
-    lines = [f"recognized: a config of {converted.tool} (* marks what to do before the first run)"]
+    lines = [f"recognized: a config of {conversion.tool} (* marks what to do before the first run)"]
     for title, group in groups.items():
         lines.append(f"{title} ({sum(len(line.keys) for line in group)})")
         lines += [f"{'*' if line.to_do else ' '} {line}" for line in group]
     known = {str(line) for group in groups.values() for line in group}
-    further = [note for note in notes if note not in known]
-    lines += [f"further notes ({len(further)})"] if further else []
-    return [*lines, *(f"* {note}" for note in further)]
+    further_notes = [note for note in notes if note not in known]
+    lines += [f"further notes ({len(further_notes)})"] if further_notes else []
+    return [*lines, *(f"* {note}" for note in further_notes)]
 
 
 def write_new_file(path: Path, text: str) -> None:
@@ -358,76 +358,85 @@ def write_new_file(path: Path, text: str) -> None:
 class _OutcomeSheet:
     """The outcomes so far: for each remark, the keys that have it, with their values."""
 
-    ours: dict[str, Any] = field(default_factory=dict)
-    taken: dict[str, dict[str, str]] = field(default_factory=dict)
-    decided: dict[str, dict[str, str]] = field(default_factory=dict)
-    not_taken: dict[str, dict[str, str]] = field(default_factory=dict)
+    our_settings: dict[str, Any] = field(default_factory=dict)
+    mapped_keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    ignored_keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    unsupported_keys: dict[str, dict[str, str]] = field(default_factory=dict)
     starred_remarks: set[str] = field(default_factory=set)
-    further: list[str] = field(default_factory=list)
+    further_notes: list[str] = field(default_factory=list)
 
     def record_outcome(self, key: str, text: str, outcome: Outcome) -> None:
         """Record the outcome of a key; ``text`` is the key with its value."""
-        settings = outcome.settings if isinstance(outcome, Mapped) else {}
-        others = [name for name, value in settings.items() if self.ours.get(name, value) != value]
+        settings = outcome.settings if isinstance(outcome, MappedKey) else {}
+        others = [
+            name for name, value in settings.items() if self.our_settings.get(name, value) != value
+        ]
         if others:
-            given = format_their_value(self.ours[others[0]])
-            outcome = Unsupported(f"another key gave {others[0]} = {given} already", to_do=True)
+            given = format_their_value(self.our_settings[others[0]])
+            outcome = UnsupportedKey(f"another key gave {others[0]} = {given} already", to_do=True)
         match outcome:
-            case Mapped():
-                self.ours |= settings
+            case MappedKey():
+                self.our_settings |= settings
                 shown = ", ".join(
                     f"{name} = {format_their_value(v)}" for name, v in settings.items()
                 )
                 remark = f" -> {shown}" + (f" ({outcome.remark})" if outcome.remark else "")
-                self.taken.setdefault(remark, {})[key] = text
-            case Ignored():
-                remark = f": {outcome.why}"
-                self.decided.setdefault(remark, {})[key] = text
-            case Unsupported():
-                remark = f": {outcome.instead}"
-                self.not_taken.setdefault(remark, {})[key] = text
-        if not isinstance(outcome, Ignored) and outcome.to_do:
+                self.mapped_keys.setdefault(remark, {})[key] = text
+            case IgnoredKey():
+                remark = f": {outcome.reason}"
+                self.ignored_keys.setdefault(remark, {})[key] = text
+            case UnsupportedKey():
+                remark = f": {outcome.advice}"
+                self.unsupported_keys.setdefault(remark, {})[key] = text
+        if not isinstance(outcome, IgnoredKey) and outcome.to_do:
             self.starred_remarks.add(remark)
 
     def fill_in_placeholders(self, *keys: str) -> None:
         """Set a placeholder for unset ``keys``, where a run would use a built-in default."""
         for key in keys:
-            if key not in self.ours:
-                self.ours[key] = PLACEHOLDER
+            if key not in self.our_settings:
+                self.our_settings[key] = PLACEHOLDER
                 if not any(key in remark for remark in self.starred_remarks):
-                    self.further.append(
+                    self.further_notes.append(
                         f"{key}: replace {PLACEHOLDER}, since their config does not say it"
                     )
 
-    def converted(self, tool: str) -> ConvertedConfig:
+    def conversion(self, tool: str) -> ConvertedConfig:
         """Return the conversion from ``tool``. Decided keys that share a remark lack their values.
 
         Raises:
             ConfigError: if a run would refuse our settings.
         """
-        decided = (
+        ignored_keys = (
             OutcomeLine(tuple(keys if len(keys) > 1 else keys.values()), remark)
-            for remark, keys in self.decided.items()
+            for remark, keys in self.ignored_keys.items()
         )
-        taken, not_taken = (
+        mapped_keys, unsupported_keys = (
             tuple(
                 OutcomeLine(tuple(keys.values()), remark, remark in self.starred_remarks)
                 for remark, keys in group.items()
             )
-            for group in (self.taken, self.not_taken)
+            for group in (self.mapped_keys, self.unsupported_keys)
         )
-        ours = _validate_settings(self.ours)
-        return ConvertedConfig(tool, ours, taken, tuple(decided), not_taken, tuple(self.further))
+        our_settings = _validate_settings(self.our_settings)
+        return ConvertedConfig(
+            tool,
+            our_settings,
+            mapped_keys,
+            tuple(ignored_keys),
+            unsupported_keys,
+            tuple(self.further_notes),
+        )
 
 
-def _validate_settings(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _validate_settings(our_settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return our settings as a tree of validated values.
 
     Raises:
         ConfigError: if a run would refuse them.
     """
     tree: dict[str, dict[str, Any]] = {part: {} for part in RunConfig.model_fields}
-    for key, value in ours.items():
+    for key, value in our_settings.items():
         part, _, name = key.partition(".")
         is_bare = key in text_setting_names() and isinstance(value, int | float | date)
         tree[part][name] = str(value) if is_bare else value

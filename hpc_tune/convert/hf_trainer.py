@@ -10,13 +10,13 @@ from typing import Any
 from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
     NO_ADAPTERS,
-    OFF_IN_THEIRS,
+    OFF_KEY,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Rule,
-    Unsupported,
+    UnsupportedKey,
     rule_for_keys,
 )
 from hpc_tune.files import read_json_object
@@ -42,13 +42,13 @@ NO_TRACKER = (
 OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
 ROPE_ADVICE = "set model.rope_scaling, whose keys are those of transformers' config.json"
 SHAPE_ADVICE = "the model is what config.json of model.path says: change it there"
-NO_LAYER_NAMES = Unsupported(
+NO_LAYER_NAMES = UnsupportedKey(
     "tune.targets takes names of layers such as q_proj, not patterns", to_do=True
 )
 NF4_REASON = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB_REMARK = "also for embeddings, whose state theirs keeps in fp32"
-_OFFLOADS = (
+_OFFLOAD_KEYS = (
     "fsdp_config.offload_params",
     "fsdp_config.fsdp_offload_params",
     "fsdp_cpu_offload",
@@ -57,22 +57,28 @@ _OFFLOADS = (
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
-def only_value_rule(value: str, why: str) -> Rule:
+def only_value_rule(value: str, reason: str) -> Rule:
     """Rule for a key of which hpc_tune only supports ``value``."""
 
     def rule(given: Any, theirs: ForeignConfig) -> Outcome:
-        return Ignored(why) if str(given).lower() == value else Unsupported(why, to_do=True)
+        return (
+            IgnoredKey(reason)
+            if str(given).lower() == value
+            else UnsupportedKey(reason, to_do=True)
+        )
 
     return rule
 
 
 def _convert_init_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
-        return Unsupported("merge it into the model first, and name that in model.path", to_do=True)
+        return UnsupportedKey(
+            "merge it into the model first, and name that in model.path", to_do=True
+        )
     if isinstance(value, str) and "," not in value and rules.is_local_path(value):
         remark = "its rank, alpha and targets must be the config's"
-        return Mapped({"tune.init_from": value}, remark)
-    return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
+        return MappedKey({"tune.init_from": value}, remark)
+    return UnsupportedKey("tune.init_from takes the folder of one adapter", to_do=True)
 
 
 def init_adapter_rule(reference: str = "") -> Rule:
@@ -83,10 +89,12 @@ def init_adapter_rule(reference: str = "") -> Rule:
 def convert_val_size(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the share of the data that is held out."""
     if value == 0:
-        return Ignored("no data is held out")
+        return IgnoredKey("no data is held out")
     if isinstance(value, int | float) and 0 < value < 1:
-        return Mapped({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
-    return Unsupported("data.eval_fraction is a share of the documents: set it", to_do=True)
+        return MappedKey(
+            {"data.eval_fraction": value}, "a hash of each document chooses, not chance"
+        )
+    return UnsupportedKey("data.eval_fraction is a share of the documents: set it", to_do=True)
 
 
 def eval_steps_rule(
@@ -96,10 +104,10 @@ def eval_steps_rule(
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if isinstance(value, float) and value < 1:
-            return Unsupported("train.eval_every_steps is a number of steps: set it", to_do=True)
+            return UnsupportedKey("train.eval_every_steps is a number of steps: set it", to_do=True)
         if has_files(theirs) or 0 < theirs.number(share) < 1:
-            return Mapped({"train.eval_every_steps": value})
-        return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
+            return MappedKey({"train.eval_every_steps": value})
+        return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
     return rule
 
@@ -110,13 +118,13 @@ def early_stop_rule(share: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
-            return Mapped(ours, "the held-out loss counts, including the one at the start")
-        return Unsupported(
+            return MappedKey(ours, "the held-out loss counts, including the one at the start")
+        return UnsupportedKey(
             f"set train.stop_after_evals={value} with data.eval_path and train.eval_every_steps",
             to_do=True,
         )
 
-    return rules.unless_off(rule)
+    return rules.ignore_if_off(rule)
 
 
 def has_max_steps(theirs: ForeignConfig) -> bool:
@@ -126,15 +134,15 @@ def has_max_steps(theirs: ForeignConfig) -> bool:
 
 def _convert_max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     if has_max_steps(theirs):
-        return Mapped({"train.max_steps": value})
-    return Ignored("unset in their config: train.epochs decides")
+        return MappedKey({"train.max_steps": value})
+    return IgnoredKey("unset in their config: train.epochs decides")
 
 
 def convert_epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for epochs; max_steps takes precedence."""
     if has_max_steps(theirs):
-        return Ignored("train.max_steps decides, as max_steps does there")
-    return Mapped({"train.epochs": value})
+        return IgnoredKey("train.max_steps decides, as max_steps does there")
+    return MappedKey({"train.epochs": value})
 
 
 def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -143,25 +151,25 @@ def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1e9:
-        return Unsupported("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
+        return UnsupportedKey("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
     if share >= 1 or not share:
-        return Mapped({"optim.warmup_steps": int(share)})
+        return MappedKey({"optim.warmup_steps": int(share)})
     if has_max_steps(theirs):
-        return Mapped({"optim.warmup_steps": math.ceil(share * theirs.integer("max_steps"))})
-    return Mapped({"optim.warmup_ratio": share})
+        return MappedKey({"optim.warmup_steps": math.ceil(share * theirs.integer("max_steps"))})
+    return MappedKey({"optim.warmup_ratio": share})
 
 
 def _convert_warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_steps; if it is 0, warmup_ratio decides."""
     if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
-        return Ignored("it is 0: warmup_ratio decides, as it does there")
+        return IgnoredKey("it is 0: warmup_ratio decides, as it does there")
     return _convert_warmup(value, theirs)
 
 
 def _convert_warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_ratio; a positive warmup_steps takes precedence."""
     if theirs.number("warmup_steps") > 0:
-        return Ignored("warmup_steps decides, as it does there")
+        return IgnoredKey("warmup_steps decides, as it does there")
     return _convert_warmup(value, theirs)
 
 
@@ -175,14 +183,14 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
             if theirs.number(f"{_KWARGS}.num_cycles") > 1:
                 cycles = theirs.integer(f"{_KWARGS}.num_cycles")
                 more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
-                return Mapped({"optim.schedule": str(name), **more}, _END_REMARK)
+                return MappedKey({"optim.schedule": str(name), **more}, _END_REMARK)
             ours = "cosine"
     if ours is None:
-        return Unsupported(SCHEDULE_ADVICE, to_do=True)
+        return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
     if ours == "constant":
-        return Mapped({"optim.schedule": ours})
+        return MappedKey({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
-        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
+        return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
     return map_decay_to_zero(
         ours,
         theirs.integer("max_steps") if has_max_steps(theirs) else None,
@@ -203,47 +211,47 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
     kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
     if kinds != ("linear", "linear"):  # transformers decays by a cosine by default
         missing.append("the rate rises and falls linearly here, but not there")
-    return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
+    return MappedKey(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
 def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
     if name in _SCHEDULES_WITH_ARGUMENTS:
-        return Ignored("optim.schedule, optim.restarts and optim.decay_ratio say it")
-    return Unsupported(SCHEDULE_ADVICE, to_do=True)
+        return IgnoredKey("optim.schedule, optim.restarts and optim.decay_ratio say it")
+    return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
 
 
-def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
+def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> MappedKey:
     """Return our schedule ``ours`` for one of theirs that reaches 0 one step after the last.
 
     ``optim.min_lr_ratio`` gives the last step their rate; it is 0 if ``steps`` is not known.
     """
     if steps is None or steps <= warmup_steps + 1:
-        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
+        return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
     left = 1 / (steps - warmup_steps)
     ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
     remark = "their rate in the last step"
-    return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
+    return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
 
 
 def _known_warmup_steps(theirs: ForeignConfig) -> int:
     taken = _convert_warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
-    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
+    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, MappedKey) else 0
 
 
 def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the optimizer; only AdamW is supported."""
     name = str(value)
     if name in _PLAIN_ADAMW:
-        return Ignored("AdamW is the only optimizer")
+        return IgnoredKey("AdamW is the only optimizer")
     if "adamw" in name and "8bit" in name:
         return convert_adamw_8bit(theirs, "" if "torch" in name else _BNB_REMARK, "paged" in name)
     if "adamw" in name and re.search("bit|fp8|paged", name):
-        return Unsupported(
+        return UnsupportedKey(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
             "plan says whether it fits"
         )
-    return Unsupported(rules.ONLY_ADAMW, to_do=True)
+    return UnsupportedKey(rules.OPTIMIZER_ADVICE, to_do=True)
 
 
 def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
@@ -251,11 +259,11 @@ def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Ou
 
     ``remark``: what is different here; ``is_paged``: whether theirs is.
     """
-    if any(theirs.is_on(key) for key in _OFFLOADS):
-        return Unsupported("with parallel.offload_params=cpu its state is in fp32 on the host")
+    if any(theirs.is_on(key) for key in _OFFLOAD_KEYS):
+        return UnsupportedKey("with parallel.offload_params=cpu its state is in fp32 on the host")
     remarks = [remark] if remark else []
     remarks += ["not paged: it stays on the device"] if is_paged else []
-    return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
+    return MappedKey({"optim.name": "adamw_8bit"}, "; ".join(remarks))
 
 
 def _convert_deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -263,40 +271,40 @@ def _convert_deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return Ignored(rules.LAYOUT_REASON + asked)
+    return IgnoredKey(rules.LAYOUT_REASON + asked)
 
 
 def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     match value:
         case "best":
-            return Mapped({"checkpoint.keep_best": True})
+            return MappedKey({"checkpoint.keep_best": True})
         case "no":
-            return Unsupported(
+            return UnsupportedKey(
                 "a run always saves: checkpoint.every_minutes is 30, and it saves at the end"
             )
-    return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
+    return IgnoredKey("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
 def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for save_steps; a value below 1 is a share of the run."""
     if isinstance(value, float) and value < 1:
-        return Unsupported(
+        return UnsupportedKey(
             "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
         )
-    return Mapped({"checkpoint.every_steps": value})
+    return MappedKey({"checkpoint.every_steps": value})
 
 
 def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for modules trained in full beside adapters: a list, or names separated by commas."""
     if not value:
-        return OFF_IN_THEIRS
+        return OFF_KEY
     if theirs.method == "full":
         return NO_ADAPTERS
     if not are_names(value):
-        return Unsupported(
+        return UnsupportedKey(
             "tune.modules_to_save takes names of modules, such as [lm_head]", to_do=True
         )
-    return Mapped({"tune.modules_to_save": split_names(value)})
+    return MappedKey({"tune.modules_to_save": split_names(value)})
 
 
 def are_names(value: Any) -> bool:
@@ -310,23 +318,25 @@ def split_names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def peft_pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
-    """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``theirs_key``."""
+def peft_pattern_rules(their_key: str, ours: str) -> dict[str, Rule]:
+    """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``their_key``."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.method == "full":
             return NO_ADAPTERS
-        start = f"{theirs_key}."
+        start = f"{their_key}."
         found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
-        return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
+        return MappedKey({ours: {key.removeprefix(start): value for key, value in found.items()}})
 
-    return {theirs_key: OFF_IN_THEIRS, f"{theirs_key}.*": rule}
+    return {their_key: OFF_KEY, f"{their_key}.*": rule}
 
 
 _NEFTUNE_REMARK = "scaled by the tokens of a document; there by the tokens and padding of a row"
 NEFTUNE_RULE = preferences.override_for_preferences(
     preferences.NO_NOISE,
-    rules.unless_off(lambda value, theirs: Mapped({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)),
+    rules.ignore_if_off(
+        lambda value, theirs: MappedKey({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)
+    ),
 )
 # Keys common to axolotl and LLaMA-Factory.
 TRAINER_RULES = rules.rule_table(
@@ -350,7 +360,7 @@ TRAINER_RULES = rules.rule_table(
         "loraplus_lr_ratio": "optim.lora_b_ratio",
         "simpo_gamma": "tune.gamma",
         "neftune_noise_alpha": NEFTUNE_RULE,
-        "reward_model": preferences.ONLY_FOR_REWARDS,
+        "reward_model": preferences.REWARD_ONLY_KEY,
         **rule_for_keys(_convert_deepspeed, "deepspeed deepspeed.*"),
         **rule_for_keys(
             _convert_schedule_argument,
@@ -359,13 +369,13 @@ TRAINER_RULES = rules.rule_table(
             "lr_scheduler_kwargs.decay_type",
         ),
     },
-    ignored={
+    ignored_keys={
         PREPARATION_REASON: "dataloader_num_workers dataloader_prefetch_factor "
         "dataloader_pin_memory dataloader_drop_last streaming group_by_length",
         rules.LARGEST_MICRO_BATCH: "auto_find_batch_size",
         rules.LAYOUT_REASON: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
-        rules.READ_BY_REGIONS: "low_cpu_mem_usage",
+        rules.PARTIAL_READ_REASON: "low_cpu_mem_usage",
         "run.timeout and run.host_timeout end a job that hangs": "ddp_timeout",
         "mpirun, srun or torchrun start the ranks": "local_rank use_ray ray_run_name "
         "ray_num_workers resources_per_worker resources_per_worker.*",
@@ -376,7 +386,7 @@ TRAINER_RULES = rules.rule_table(
         "embeddings have no adapters": "loraplus_lr_embedding",
         "checkpoint.keep_best uses the loss": "metric_for_best_model greater_is_better",
     },
-    lacking={
+    unsupported_keys={
         rules.DTYPE_ADVICE: "fp16",
         "no code of a model directory is run: hpc_tune must know its type": "trust_remote_code",
         NO_TRACKER: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
@@ -384,7 +394,7 @@ TRAINER_RULES = rules.rule_table(
     },
     to_do={
         ROPE_ADVICE: "rope_scaling",
-        rules.ONLY_ADAMW: "optim_args optim_target_modules",
+        rules.OPTIMIZER_ADVICE: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",
         "set checkpoint.keep_best=true, and export the best": "load_best_model_at_end",
         rules.UNREADABLE_STATE: "resume_from_checkpoint",
@@ -417,9 +427,9 @@ def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> 
     """Return the outcome for the names of layers that get adapters, given the config's model."""
     layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
     if layers is None or not (unknown := [name for name in names if name not in layers]):
-        return Mapped({"tune.targets": names})
+        return MappedKey({"tune.targets": names})
     is_one = len(unknown) == 1
-    return Unsupported(
+    return UnsupportedKey(
         f"{theirs.get(model_key)} has no {'layer' if is_one else 'layers'} {', '.join(unknown)}; "
         f"set tune.targets to some of {', '.join(sorted(layers))}, or leave it out for all linear "
         "layers",
@@ -436,12 +446,12 @@ def are_expert_stacks(parameters: Any) -> bool:
 
 def add_expert_targets(outcome: Outcome, rank: Any) -> Outcome:
     """Return ``outcome`` with routed experts as targets; in peft each expert has the full rank."""
-    if not isinstance(outcome, Mapped):
+    if not isinstance(outcome, MappedKey):
         return outcome
     names = outcome.settings["tune.targets"]
     every = [*([names] if isinstance(names, str) else names), "experts"]
     settings = {"tune.targets": every, "tune.expert_rank": rank}
-    return Mapped(settings, "the rank of each expert, as there")
+    return MappedKey(settings, "the rank of each expert, as there")
 
 
 def read_layer_names(directory: Path) -> set[str] | None:

@@ -7,13 +7,13 @@ from hpc_tune.convert.rules import (
     NO_ADAPTERS,
     SFT,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Refusal,
     Rule,
     Tool,
-    Unsupported,
+    UnsupportedKey,
     rule_for_keys,
 )
 
@@ -62,28 +62,30 @@ def _convert_stage(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         return preferences.map_objective(theirs)
     if value == "pt":
-        return Ignored("records with text are learned as a whole")
-    return Ignored("tune.objective=sft is the default")
+        return IgnoredKey("records with text are learned as a whole")
+    return IgnoredKey("tune.objective=sft is the default")
 
 
 def _convert_reference(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("model_name_or_path"):
         return preferences.SAME_REFERENCE
-    return Unsupported(
+    return UnsupportedKey(
         preferences.OTHER_REFERENCE + "leave it out there, or stay with them", to_do=True
     )
 
 
 def _convert_reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("adapter_name_or_path"):
-        return Ignored("the reference has the adapter of tune.init_from too")
-    return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
+        return IgnoredKey("the reference has the adapter of tune.init_from too")
+    return UnsupportedKey(
+        "the reference is the model with the adapter of tune.init_from", to_do=True
+    )
 
 
 def _convert_quantization_bits(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "qlora":
         return rules.map_method(value, theirs)
-    return Unsupported(rules.ONLY_4_BITS, to_do=True)
+    return UnsupportedKey(rules.QUANTIZATION_ADVICE, to_do=True)
 
 
 def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -93,13 +95,13 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
         return hf_trainer.NO_LAYER_NAMES
     names = hf_trainer.split_names(value)
     if names == ["all"]:
-        return Mapped({"tune.targets": "all-linear"})
+        return MappedKey({"tune.targets": "all-linear"})
     return hf_trainer.convert_targets(names, "model_name_or_path", theirs)
 
 
 def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.get("stage") == "pt":
-        return Ignored("records with text have no template")
+        return IgnoredKey("records with text have no template")
     return rules.explain_chat_template(value)
 
 
@@ -109,7 +111,7 @@ def _dataset_rule(ours: str) -> Rule:
         folder = theirs.get("dataset_dir", "data")
         kinds = "alpaca, ShareGPT and messages"
         kinds = "both forms, with ranking or kto_tag," if theirs.has_preferences else kinds
-        return Unsupported(
+        return UnsupportedKey(
             f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} to it "
             f"({kinds} are understood){', as a list' if len(names) > 1 else ''}",
             to_do=True,
@@ -119,13 +121,13 @@ def _dataset_rule(ours: str) -> Rule:
 
 
 def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    return Mapped({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
+    return MappedKey({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
 
 
 def _convert_packing(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        remark = f"training on preferences does not pack there; {rules.NOT_PACKED}"
-        return Mapped({"data.packing": False}, remark)
+        remark = f"training on preferences does not pack there; {rules.PACKING_ADVICE}"
+        return MappedKey({"data.packing": False}, remark)
     return rules.apply_rule(
         rules.PACKING_RULE, theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs
     )
@@ -153,34 +155,36 @@ def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     is_pure = theirs.is_on("pure_bf16")
     if not is_pure and not theirs.is_on("bf16"):
-        return Ignored("model.dtype=auto takes what the device has")
+        return IgnoredKey("model.dtype=auto takes what the device has")
     if not is_pure or theirs.method != "full":
-        return Mapped({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
-    return Mapped({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+        return MappedKey({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
+    return MappedKey({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
 def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     is_off = theirs.is_on("disable_gradient_checkpointing")
-    return Mapped({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
+    return MappedKey(
+        {"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits"
+    )
 
 
 def _convert_report_to(value: Any, theirs: ForeignConfig) -> Outcome:
     names = hf_trainer.split_names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
-        return Unsupported(hf_trainer.NO_TRACKER)
+        return UnsupportedKey(hf_trainer.NO_TRACKER)
     ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
-    return Mapped(ours | ({"run.trackers": trackers} if trackers else {}))
+    return MappedKey(ours | ({"run.trackers": trackers} if trackers else {}))
 
 
-_BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
+_TEMPLATE_REASON = "the tokenizer's chat template writes tools and reasoning"
 
 
 def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for enable_thinking; false removes reasoning from their data."""
     if str(value).lower() != "false":
-        return Unsupported(_BY_TEMPLATE, to_do=True)
-    return Unsupported(
+        return UnsupportedKey(_TEMPLATE_REASON, to_do=True)
+    return UnsupportedKey(
         "there reasoning is removed from the answers, and an empty block of it ends the prompts: "
         "remove it from the data; an empty block that the chat template writes is learned here, "
         "and counted",
@@ -188,7 +192,7 @@ def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-_MAPPED: dict[str, Rule] = {
+_MAPPED_RULES: dict[str, Rule] = {
     "model_name_or_path": rules.convert_model_path,
     "adapter_name_or_path": hf_trainer.init_adapter_rule(reference="ref_model_adapters"),
     "quantization_bit": _convert_quantization_bits,
@@ -196,7 +200,7 @@ _MAPPED: dict[str, Rule] = {
     "quantization_type": hf_trainer.only_value_rule("nf4", hf_trainer.NF4_REASON),
     "template": _convert_template,
     "finetuning_type": rules.known_values_rule(
-        ("lora", "full"), rules.map_method, Unsupported(rules.ALL_METHODS, to_do=True)
+        ("lora", "full"), rules.map_method, UnsupportedKey(rules.METHOD_ADVICE, to_do=True)
     ),
     "use_dora": rules.DORA_RULE,
     "use_rslora": rules.on_off_rule("tune.rslora"),
@@ -214,7 +218,7 @@ _MAPPED: dict[str, Rule] = {
     "max_samples": rules.record_count_rule("data.path", ":{}"),
     **rule_for_keys(_convert_packing, "packing neat_packing"),
     "train_on_prompt": preferences.override_for_preferences(
-        preferences.ONLY_ANSWERS, _convert_loss_on
+        preferences.ANSWERS_ONLY_KEY, _convert_loss_on
     ),
     "enable_thinking": _convert_thinking,
     **rule_for_keys(_convert_batch, "per_device_train_batch_size gradient_accumulation_steps"),
@@ -228,18 +232,18 @@ _MAPPED: dict[str, Rule] = {
     "report_to": _convert_report_to,
     "run_name": "run.name",
     "full_determinism": "train.deterministic",
-    "use_cpu": rules.on_off_rule(Mapped({"run.device": "cpu"})),
+    "use_cpu": rules.on_off_rule(MappedKey({"run.device": "cpu"})),
     # Keys for training on preferences.
     "stage": _convert_stage,
     "pref_beta": "tune.beta",
     "kto_chosen_weight": "tune.desirable_weight",
     "kto_rejected_weight": "tune.undesirable_weight",
-    **preferences.for_preferences_only(
+    **preferences.restrict_to_preferences(
         {
-            "pref_loss": preferences.OBJECTIVE_SAYS_IT,
+            "pref_loss": preferences.OBJECTIVE_IMPLIED_KEY,
             "pref_ftx": preferences.sft_weight_rule(),
             "dpo_label_smoothing": preferences.SMOOTHING_RULE,
-            "ld_alpha": rules.unsupported_unless_off(
+            "ld_alpha": rules.unsupported_rule(
                 "tokens after the shorter answer's length count in full", to_do=True
             ),
             "ref_model": _convert_reference,
@@ -247,13 +251,13 @@ _MAPPED: dict[str, Rule] = {
         }
     ),
     **rule_for_keys(
-        preferences.ONLY_FOR_REWARDS,
+        preferences.REWARD_ONLY_KEY,
         "pref_bco_weight reward_model_adapters reward_model_type ppo_epochs ppo_buffer_size "
         "ppo_score_norm ppo_target ppo_whiten_rewards ref_model_quantization_bit "
         "reward_model_quantization_bit",
     ),
 }
-_IGNORED = {
+_IGNORED_KEYS = {
     "the command trains": "do_train",
     "data.path names the file itself": "dataset_dir",
     "the files of a folder are one dataset": "mix_strategy",
@@ -278,14 +282,14 @@ _IGNORED = {
     "data.loss_on says what is learned": "label_names",
     "the governor acts before memory ends": "torch_empty_cache_steps",
     "no tokens are added": "init_special_tokens",
-    rules.MERGED_BY_EXPORT: "export_dir export_size export_device export_legacy_format",
+    rules.EXPORT_MERGE_REASON: "export_dir export_size export_device export_legacy_format",
     "train.seed is the seed of everything": "data_seed",
     "disable_gradient_checkpointing is the key that counts there": "use_unsloth_gc "
     "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc "
     "activation_checkpointing activation_checkpointing_kwargs.*",
     hf_trainer.OWN_KERNELS: "flash_attn attn enable_liger_kernel use_liger_kernel "
     "liger_kernel_config.* use_unsloth use_v1_kernels",
-    rules.READ_BY_REGIONS: "use_fast_tokenizer cache_dir model_revision offload_folder "
+    rules.PARTIAL_READ_REASON: "use_fast_tokenizer cache_dir model_revision offload_folder "
     "quantization_device_map",
     "mpirun, srun or torchrun start the ranks": "ray_storage_path ray_storage_filesystem "
     "placement_strategy ray_init_kwargs.*",
@@ -294,7 +298,7 @@ _IGNORED = {
     "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     hf_trainer.NF4_REASON: "double_quantization",
     "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr",
-    rules.FOUND_BY_KEYS: "remove_unused_columns",
+    rules.FORM_REASON: "remove_unused_columns",
     "python -m hpc_tune generate answers prompts": "predict_with_generate compute_accuracy "
     "max_new_tokens max_length top_k top_p temperature num_beams infer_backend infer_dtype "
     "do_sample repetition_penalty length_penalty skip_special_tokens use_kv_cache use_cache "
@@ -311,7 +315,7 @@ _MEDIA_KEYS = (
     "crop_to_patches use_audio_in_video audio_sampling_rate freeze_vision_tower "
     "freeze_multi_modal_projector freeze_language_model train_mm_proj_only"
 )
-_LACKING = {
+_UNSUPPORTED_KEYS = {
     "data.eval_sources has a held-out loss for each source": "eval_on_each_dataset",
     "Megatron is not used; plan proposes a layout": "use_mca",
     "KTransformers is not used": "use_kt kt_optimize_rule cpu_infer chunk_size mode kt_maxlen "
@@ -324,19 +328,19 @@ _LACKING = {
     "trackio_static_space_id",
     "dtypes follow model.dtype": "upcast_layernorm upcast_lmhead_output",
 }
-_TO_DO = {
+_TODO_KEYS = {
     rules.SHUFFLE_REASON: "disable_shuffling",
     "every answer of a chat is learned": "mask_history",
     "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
     "documents": "interleave_probs",
-    _BY_TEMPLATE: "tool_format",
+    _TEMPLATE_REASON: "tool_format",
     rules.SYSTEM_MESSAGE: "default_system",
     "tune.init_from names the adapter's folder itself": "adapter_folder",
     "set it in the tokenizer_config.json of model.path": "split_special_tokens",
     "a run starts from the weights of model.path": "train_from_scratch",
     "merge the first adapter into the model": "create_new_adapter",
     "adapters start as in LoRA, with B at 0": "pissa_init pissa_iter pissa_convert",
-    rules.ONLY_ADAMW: "use_galore use_apollo use_badam use_adam_mini use_muon galore_target "
+    rules.OPTIMIZER_ADVICE: "use_galore use_apollo use_badam use_adam_mini use_muon galore_target "
     "galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
     "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
     "apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block "
@@ -370,7 +374,8 @@ def _is_bco(value: Any, theirs: ForeignConfig) -> bool:
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
     rules.join_tables(
-        hf_trainer.TRAINER_RULES, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+        hf_trainer.TRAINER_RULES,
+        rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEYS, _TODO_KEYS),
     ),
     _default_settings,
     _read_method,

@@ -9,35 +9,37 @@ from typing import Any
 
 from hpc_tune.convert.rules import (
     OFF_VALUES,
-    ONLY_FOR_PREFERENCES,
+    PREFERENCE_ONLY_KEY,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Refusal,
     Rule,
-    Unsupported,
+    UnsupportedKey,
     apply_rule,
+    ignore_if_off,
+    make_tune_config,
     objective_uses_setting,
-    tune_with_objective,
-    unless_off,
 )
 
 MEAN_REMARK = "a mean over each answer's tokens; there over all tokens of a micro-batch"
-OBJECTIVE_SAYS_IT = Ignored("tune.objective says it")
-ONLY_ANSWERS = Ignored("with preferences only the answers are compared")
-NO_DROPOUT_THERE = Ignored("there is no dropout in training on preferences, nor in theirs")
-NO_DROPOUT = Unsupported("there is no dropout in training on preferences", to_do=True)
-NO_NOISE = Unsupported("there is no noise in training on preferences", to_do=True)
-SAME_REFERENCE = Ignored("the model as it was at the start is the reference")
+OBJECTIVE_IMPLIED_KEY = IgnoredKey("tune.objective says it")
+ANSWERS_ONLY_KEY = IgnoredKey("with preferences only the answers are compared")
+NO_DROPOUT_THERE = IgnoredKey("there is no dropout in training on preferences, nor in theirs")
+NO_DROPOUT = UnsupportedKey("there is no dropout in training on preferences", to_do=True)
+NO_NOISE = UnsupportedKey("there is no noise in training on preferences", to_do=True)
+SAME_REFERENCE = IgnoredKey("the model as it was at the start is the reference")
 OTHER_REFERENCE = "the model as it was at the start is the reference, no other: "
-ONLY_FOR_REWARDS = Ignored("only training on rewards or another loss uses it")
+REWARD_ONLY_KEY = IgnoredKey("only training on rewards or another loss uses it")
 
 
-def map_objective(theirs: ForeignConfig) -> Mapped:
+def map_objective(theirs: ForeignConfig) -> MappedKey:
     """Return the setting of the objective."""
     remark = "KL is taken over the whole step; there over a micro-batch of a rank"
-    return Mapped({"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else "")
+    return MappedKey(
+        {"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else ""
+    )
 
 
 def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
@@ -50,12 +52,12 @@ def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
     return overridden
 
 
-def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
+def restrict_to_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
     """Return ``rows`` with rules that ignore the keys unless a config trains on preferences."""
 
     def with_preferences(rule: Rule) -> Rule:
         return lambda value, theirs: (
-            apply_rule(rule, value, theirs) if theirs.has_preferences else ONLY_FOR_PREFERENCES
+            apply_rule(rule, value, theirs) if theirs.has_preferences else PREFERENCE_ONLY_KEY
         )
 
     return {key: with_preferences(rule) for key, rule in rows.items()}
@@ -66,17 +68,17 @@ def sft_weight_rule(remark: str = "") -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if objective_uses_setting(theirs, "tune.sft_weight"):
-            return Mapped({"tune.sft_weight": value}, remark)
-        why = f"{theirs.objective} has no further loss on the chosen answers here"
-        return Unsupported(why, to_do=True)
+            return MappedKey({"tune.sft_weight": value}, remark)
+        reason = f"{theirs.objective} has no further loss on the chosen answers here"
+        return UnsupportedKey(reason, to_do=True)
 
-    return unless_off(rule)
+    return ignore_if_off(rule)
 
 
 def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     if not objective_uses_setting(theirs, "tune.label_smoothing"):
-        return Ignored(f"{theirs.objective} does not use it")
-    return Unsupported(
+        return IgnoredKey(f"{theirs.objective} does not use it")
+    return UnsupportedKey(
         "there it mixes in the loss of the reversed pairs (cDPO); "
         f"tune.label_smoothing={value} makes the loss unbiased for that share of wrong pairs "
         "(robust DPO): set it if you mean that",
@@ -84,19 +86,19 @@ def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-SMOOTHING_RULE = unless_off(_convert_smoothing)  # another method than tune.label_smoothing
+SMOOTHING_RULE = ignore_if_off(_convert_smoothing)  # another method than tune.label_smoothing
 
 
-def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
+def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> MappedKey:
     """Return data.seq_len, twice ``length`` for pairs; ``remark`` is for rows of answers."""
-    match tune_with_objective(theirs).form:
+    match make_tune_config(theirs).form:
         case "pairs":
-            why = "both answers of a pair are in one row, each after its prompt; a prompt that "
-            why += "does not fit is cut from the left, and no answer is cut"
-            return Mapped({"data.seq_len": 2 * length}, why)
+            reason = "both answers of a pair are in one row, each after its prompt; a prompt that "
+            reason += "does not fit is cut from the left, and no answer is cut"
+            return MappedKey({"data.seq_len": 2 * length}, reason)
         case "labels":
             remark = "a prompt is cut from the left, an answer never is"
-    return Mapped({"data.seq_len": length}, remark)
+    return MappedKey({"data.seq_len": length}, remark)
 
 
 def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
@@ -109,12 +111,12 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     def with_remark(value: Any, theirs: ForeignConfig) -> Outcome:
         outcome = apply_rule(rule, value, theirs)
         is_same = bool(key) and theirs.get(key) == value
-        has_reference = tune_with_objective(theirs).has_reference
-        if not isinstance(outcome, Mapped) or is_same or not has_reference:
+        has_reference = make_tune_config(theirs).has_reference
+        if not isinstance(outcome, MappedKey) or is_same or not has_reference:
             return outcome
         remark = "the reference is the model with this adapter here, and without it there: "
         remark += f"if you need theirs, merge nothing and stay with them; {outcome.remark}"
-        return Mapped(outcome.settings, remark, to_do=True)
+        return MappedKey(outcome.settings, remark, to_do=True)
 
     return with_remark
 
@@ -159,7 +161,7 @@ def is_on(value: Any, theirs: ForeignConfig) -> bool:
     return value not in OFF_VALUES
 
 
-def always(value: Any, theirs: ForeignConfig) -> bool:
+def accept_any(value: Any, theirs: ForeignConfig) -> bool:
     """Return True for every value."""
     return True
 
@@ -170,7 +172,7 @@ def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
     return lambda value, theirs: compiled.search(str(value)) is not None
 
 
-def unless_preferences(
+def exclude_preferences(
     is_asked_for: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
     """Return a predicate like ``is_asked_for`` that is False for configs with preferences."""

@@ -17,25 +17,25 @@ from hpc_tune.errors import ConfigError
 
 SFT = "sft"
 OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
-ALL_METHODS = "tune.method is lora, dora, qlora or full; lora is used"
-ONLY_4_BITS = "only tune.method=qlora has a quantized base, of 4 bits"
-NOT_A_COLUMN = "it is not the name of a column"
+METHOD_ADVICE = "tune.method is lora, dora, qlora or full; lora is used"
+QUANTIZATION_ADVICE = "only tune.method=qlora has a quantized base, of 4 bits"
+COLUMN_NAME_REASON = "it is not the name of a column"
 # Reasons that apply to keys of several tools.
 LAYOUT_REASON = "the layout follows from memory, or from measured links with parallel: auto"
 LARGEST_MICRO_BATCH = "the micro-batch is the largest that fits"
 METRICS_REASON = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
-READ_BY_REGIONS = "each rank reads only its parts of the files of model.path"
+PARTIAL_READ_REASON = "each rank reads only its parts of the files of model.path"
 COMPILE_REASON = "one decoder block is compiled and reused for all"
-MERGED_BY_EXPORT = "python -m hpc_tune export --to merged merges an adapter"
-FOUND_BY_KEYS = "the form of a record is found by its keys"
-ONLY_ADAMW = "AdamW is the only optimizer; find optim.lr again"
+EXPORT_MERGE_REASON = "python -m hpc_tune export --to merged merges an adapter"
+FORM_REASON = "the form of a record is found by its keys"
+OPTIMIZER_ADVICE = "AdamW is the only optimizer; find optim.lr again"
 DTYPE_ADVICE = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
 FLOAT8_ADVICE = "set train.float8=true with train.compile=true, if the GPU has it"
 SHUFFLE_REASON = "rows are always shuffled, by train.seed"
 UNREADABLE_STATE = "their training state cannot be read; tune.init_from takes adapters"
 SYSTEM_MESSAGE = "begin each record's messages with a system message"
 NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
-RECOMPUTE_INSTEAD = (
+RECOMPUTE_ADVICE = (
     "parallel.recompute=full saves that memory, and parallel.offload_activations=true saves more"
 )
 PURE_BF16 = "as in theirs; tune.param_dtype=fp32 keeps small updates and takes twice the memory"
@@ -103,7 +103,7 @@ class ForeignConfig:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedKey:
     """Their key sets our ``settings``; ``remark`` says where the meaning differs.
 
     ``to_do``: the user must act on the remark before a run.
@@ -115,23 +115,23 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """hpc_tune decides this itself; ``why`` is the reason."""
+class IgnoredKey:
+    """hpc_tune decides this itself; ``reason`` is the reason."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Unsupported:
-    """Their key is not taken over. ``to_do``: the user must act on ``instead`` before a run."""
+class UnsupportedKey:
+    """Their key is not taken over. ``to_do``: the user must act on ``advice`` before a run."""
 
-    instead: str
+    advice: str
     to_do: bool = False
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of training that has no counterpart here: ``what`` it is, what to do ``instead``.
+    """A kind of training that has no counterpart here: ``description`` it is, what to do ``advice``.
 
     A config asks for it if one of ``keys`` (separated by spaces, without the numbers of list items)
     has a value for which ``is_asked_for`` holds.
@@ -139,8 +139,8 @@ class Refusal:
 
     keys: str
     is_asked_for: Callable[[Any, ForeignConfig], bool]
-    what: str
-    instead: str
+    description: str
+    advice: str
 
     def message(self, theirs: ForeignConfig) -> str | None:
         """Return the message that refuses the config; None if the config does not ask for it."""
@@ -153,19 +153,19 @@ class Refusal:
             return None
         said = ", ".join(f"{key} = {format_their_value(theirs.get(key))}" for key in found[:3])
         return (
-            f"{said} in their config: {self.what}, but hpc_tune only has supervised fine-tuning "
+            f"{said} in their config: {self.description}, but hpc_tune only has supervised fine-tuning "
             "and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is converted. "
-            f"{self.instead.format(tool=theirs.tool.name)}"
+            f"{self.advice.format(tool=theirs.tool.name)}"
         )
 
 
-OFF_IN_THEIRS = Ignored("off in their config")
-NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
-METHOD_SAYS_IT = Ignored("tune.method says it")
-EMPTY_IN_THEIRS = Ignored("empty in their config")
-ONLY_FOR_PREFERENCES = Ignored("only training on preferences uses it")
-FORMAT_BY_ENDING = Ignored("the ending of a file tells its format")
-Outcome = Mapped | Ignored | Unsupported
+OFF_KEY = IgnoredKey("off in their config")
+NO_ADAPTERS = IgnoredKey("there are no adapters in full fine-tuning")
+METHOD_IMPLIED_KEY = IgnoredKey("tune.method says it")
+EMPTY_KEY = IgnoredKey("empty in their config")
+PREFERENCE_ONLY_KEY = IgnoredKey("only training on preferences uses it")
+FORMAT_BY_ENDING = IgnoredKey("the ending of a file tells its format")
+Outcome = MappedKey | IgnoredKey | UnsupportedKey
 # A setting that takes the value as it is; an outcome whatever the value; or a function.
 Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
 _ADAPTER_SETTINGS = (
@@ -205,8 +205,8 @@ class Tool:
         above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
         rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
         if key not in theirs.values:
-            is_part = any(other.startswith(f"{name}.") for other in self.rules)
-            return EMPTY_IN_THEIRS if rule or is_part else None
+            is_part = any(other_rule.startswith(f"{name}.") for other_rule in self.rules)
+            return EMPTY_KEY if rule or is_part else None
         return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
 
 
@@ -217,28 +217,28 @@ def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
     return rule(value, theirs) if callable(rule) else rule
 
 
-def _copy_value(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
+def _copy_value(our_key: str, value: Any, theirs: ForeignConfig) -> Outcome:
     """Take a value over as it is, if the method and the objective use the setting."""
-    if ours in _ADAPTER_SETTINGS and theirs.method == "full":
+    if our_key in _ADAPTER_SETTINGS and theirs.method == "full":
         return NO_ADAPTERS
-    if ours in _OBJECTIVE_SETTINGS:
+    if our_key in _OBJECTIVE_SETTINGS:
         if not theirs.has_preferences:
-            return ONLY_FOR_PREFERENCES
-        if not objective_uses_setting(theirs, ours):
+            return PREFERENCE_ONLY_KEY
+        if not objective_uses_setting(theirs, our_key):
             return (
-                OFF_IN_THEIRS
+                OFF_KEY
                 if value in OFF_VALUES
-                else Ignored(f"{theirs.objective} does not use it")
+                else IgnoredKey(f"{theirs.objective} does not use it")
             )
-    return Mapped({ours: value})
+    return MappedKey({our_key: value})
 
 
-def objective_uses_setting(theirs: ForeignConfig, ours: str) -> bool:
+def objective_uses_setting(theirs: ForeignConfig, our_key: str) -> bool:
     """Return whether the objective of a config uses a coefficient such as tune.beta."""
-    return ours.removeprefix("tune.") in tune_with_objective(theirs).coefficients
+    return our_key.removeprefix("tune.") in make_tune_config(theirs).coefficients
 
 
-def tune_with_objective(theirs: ForeignConfig) -> TuneConfig:
+def make_tune_config(theirs: ForeignConfig) -> TuneConfig:
     """Return a tune section with the objective of a config."""
     return TuneConfig.model_validate({"objective": theirs.objective})
 
@@ -258,19 +258,21 @@ def format_their_value(value: Any) -> str:
 
 def rule_table(
     rows: dict[str, Rule],
-    ignored: dict[str, str] | None = None,
-    lacking: dict[str, str] | None = None,
+    ignored_keys: dict[str, str] | None = None,
+    unsupported_keys: dict[str, str] | None = None,
     to_do: dict[str, str] | None = None,
 ) -> dict[str, Rule]:
     """Return ``rows`` plus rules for keys that set nothing, given as reason -> keys (by spaces).
 
-    ``ignored``: hpc_tune decides these itself. ``lacking``: not supported; ignored if a config
-    switches them off. ``to_do``: like ``lacking``, but the user must act.
+    ``ignored_keys``: hpc_tune decides these itself. ``unsupported_keys``: not supported; ignored if a config
+    switches them off. ``to_do``: like ``unsupported_keys``, but the user must act.
     """
-    added = [rule_for_keys(Ignored(why), keys) for why, keys in (ignored or {}).items()]
-    for must_act, table in ((False, lacking), (True, to_do)):
-        for instead, keys in (table or {}).items():
-            added.append(rule_for_keys(unsupported_unless_off(instead, must_act), keys))
+    added = [
+        rule_for_keys(IgnoredKey(reason), keys) for reason, keys in (ignored_keys or {}).items()
+    ]
+    for must_act, table in ((False, unsupported_keys), (True, to_do)):
+        for advice, keys in (table or {}).items():
+            added.append(rule_for_keys(unsupported_rule(advice, must_act), keys))
     return join_tables(rows, *added)
 
 
@@ -288,31 +290,31 @@ def rule_for_keys(rule: Rule, keys: str) -> dict[str, Rule]:
     return join_tables(*({key: rule} for key in keys.split()))
 
 
-def unsupported_unless_off(instead: str, to_do: bool = False) -> Rule:
+def unsupported_rule(advice: str, to_do: bool = False) -> Rule:
     """Rule for an unsupported feature: not taken over, unless their config switches it off."""
-    return unless_off(Unsupported(instead, to_do))
+    return ignore_if_off(UnsupportedKey(advice, to_do))
 
 
-def unless_off(rule: Rule) -> Rule:
+def ignore_if_off(rule: Rule) -> Rule:
     """Rule that applies ``rule`` unless their config switches the feature off."""
-    return lambda value, theirs: (
-        OFF_IN_THEIRS if value in OFF_VALUES else apply_rule(rule, value, theirs)
-    )
+    return lambda value, theirs: OFF_KEY if value in OFF_VALUES else apply_rule(rule, value, theirs)
 
 
-def on_off_rule(on: Rule, off: Rule = OFF_IN_THEIRS) -> Rule:
+def on_off_rule(on_rule: Rule, off_rule: Rule = OFF_KEY) -> Rule:
     """Rule for a boolean key."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         is_on = str(value).lower() == "true"
-        return apply_rule(on if is_on else off, is_on, theirs)
+        return apply_rule(on_rule if is_on else off_rule, is_on, theirs)
 
     return rule
 
 
-def known_values_rule(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule:
-    """Rule that applies ``known`` to the values listed, and ``other`` to all others."""
-    return lambda value, theirs: apply_rule(known if value in values else other, value, theirs)
+def known_values_rule(values: tuple[Any, ...], known_rule: Rule, other_rule: Rule) -> Rule:
+    """Rule that applies ``known_rule`` to the values listed, and ``other_rule`` to all others."""
+    return lambda value, theirs: apply_rule(
+        known_rule if value in values else other_rule, value, theirs
+    )
 
 
 # -- Rules shared by several tools.
@@ -323,8 +325,8 @@ def torch_compile_rule(*context_keys: str) -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if any((theirs.get(key) or 1) != 1 for key in context_keys):
-            return Ignored("with parallel.context, blocks communicate and are not compiled")
-        return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
+            return IgnoredKey("with parallel.context, blocks communicate and are not compiled")
+        return MappedKey({"train.compile": str(value).lower() in ("true", "auto")})
 
     return rule
 
@@ -332,10 +334,10 @@ def torch_compile_rule(*context_keys: str) -> Rule:
 def convert_context_parallel(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the number of ranks that share a row."""
     if value in OFF_VALUES or value == 1:
-        return OFF_IN_THEIRS
+        return OFF_KEY
     if isinstance(value, bool) or not str(value).isdecimal():
-        return Unsupported("it is not a number of ranks", to_do=True)
-    return Mapped({"parallel.context": int(value)}, "the losses are those of one rank")
+        return UnsupportedKey("it is not a number of ranks", to_do=True)
+    return MappedKey({"parallel.context": int(value)}, "the losses are those of one rank")
 
 
 def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
@@ -345,42 +347,42 @@ def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
 
 def map_method(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a key that decides, possibly with others, which weights are trained."""
-    return Mapped({"tune.method": theirs.method})
+    return MappedKey({"tune.method": theirs.method})
 
 
 def _convert_dora(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if theirs.method == "qlora":
-        return Unsupported("tune.method=dora has no 4-bit base", True)
-    return Mapped({"tune.method": "dora"})
+        return UnsupportedKey("tune.method=dora has no 4-bit base", True)
+    return MappedKey({"tune.method": "dora"})
 
 
-DORA_RULE = on_off_rule(_convert_dora, METHOD_SAYS_IT)
+DORA_RULE = on_off_rule(_convert_dora, METHOD_IMPLIED_KEY)
 OFFLOAD_PARAMS_RULE = on_off_rule(
-    Mapped({"parallel.offload_params": "cpu"}, "the optimizer state is moved too"),
-    Ignored("plan says whether the weights need it: parallel.offload_params"),
+    MappedKey({"parallel.offload_params": "cpu"}, "the optimizer state is moved too"),
+    IgnoredKey("plan says whether the weights need it: parallel.offload_params"),
 )
-NOT_PACKED = "true is faster; a row then holds several documents, so make the batch smaller"
+PACKING_ADVICE = "true is faster; a row then holds several documents, so make the batch smaller"
 PACKING_RULE = on_off_rule(
-    Mapped({"data.packing": True}, "documents in a row do not see each other"),
-    Mapped({"data.packing": False}, NOT_PACKED),
+    MappedKey({"data.packing": True}, "documents in a row do not see each other"),
+    MappedKey({"data.packing": False}, PACKING_ADVICE),
 )
 
 
 def map_global_batch(
-    theirs: ForeignConfig, rows: str, accumulation: str, *shared_by: str
-) -> Mapped:
+    theirs: ForeignConfig, rows: str, accumulation: str, *sharing_keys: str
+) -> MappedKey:
     """Return the global batch: rows per rank x accumulation x data-parallel ranks.
 
     ``rows``, ``accumulation``: their keys for the first two; without a key, nothing is accumulated.
-    ``shared_by``: keys with a number of ranks that share a row; a missing key counts as 1.
+    ``sharing_keys``: keys with a number of ranks that share a row; a missing key counts as 1.
 
     Raises:
         ConfigError: if the ranks are not a multiple of the ranks that share a row, or a value is no
         positive whole number.
     """
-    ranks_per_row = math.prod(theirs.integer(key) for key in shared_by if theirs.get(key))
+    ranks_per_row = math.prod(theirs.integer(key) for key in sharing_keys if theirs.get(key))
     if theirs.ranks % ranks_per_row:
         raise ConfigError(
             f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
@@ -390,7 +392,7 @@ def map_global_batch(
     accumulated = theirs.integer(accumulation) if accumulation else 1
     factors = per_rank, accumulated, theirs.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
-    return Mapped({"batch.global_size": math.prod(factors)}, remark)
+    return MappedKey({"batch.global_size": math.prod(factors)}, remark)
 
 
 def is_usable_file(value: Any) -> bool:
@@ -414,11 +416,11 @@ def is_data_path(name: str) -> bool:
     return bool(PurePosixPath(name).suffix) or ("/" in name and is_local_path(name))
 
 
-def explain_hub_data(name: Any, ours: str) -> Unsupported:
+def explain_hub_data(name: Any, our_key: str) -> UnsupportedKey:
     """Return what to do about a dataset on the hub."""
-    return Unsupported(
+    return UnsupportedKey(
         "compute nodes have no internet: on a login node hf download --repo-type dataset "
-        f"{name} --local-dir DIR, and name DIR in {ours}",
+        f"{name} --local-dir DIR, and name DIR in {our_key}",
         to_do=True,
     )
 
@@ -426,8 +428,8 @@ def explain_hub_data(name: Any, ours: str) -> Unsupported:
 def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a model that is given as a directory or a hub name."""
     if is_local_path(str(value)):
-        return Mapped({"model.path": value}, "a Hugging Face directory")
-    return Unsupported(
+        return MappedKey({"model.path": value}, "a Hugging Face directory")
+    return UnsupportedKey(
         "it looks like a hub name, and compute nodes cannot reach the hub: on a login node "
         f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
         "a folder)",
@@ -435,9 +437,9 @@ def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def explain_chat_template(name: Any) -> Unsupported:
+def explain_chat_template(name: Any) -> UnsupportedKey:
     """Return what to do about a template that only the other tool knows by this name."""
-    return Unsupported(
+    return UnsupportedKey(
         f"the chat template of model.path's tokenizer is used: if that is not {name}'s, set "
         f"data.chat_template to a name in docs/data.md, or write {name}'s as a Jinja file",
         to_do=True,
@@ -460,54 +462,54 @@ _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
 _MIN_TRAINED_PERCENT = 50  # a smaller part is a subset, not data with a held-out rest
 
 
-def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:
+def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey:
     """Return how to extract a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
         records = part.replace("len(r)", "their number")
-        instead = f"write records {records} of {file} (the first is 0) to a file of their own; set "
-        return Unsupported(f"{instead}{ours} to that", to_do=True)
+        advice = f"write records {records} of {file} (the first is 0) to a file of their own; set "
+        return UnsupportedKey(f"{advice}{our_key} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
     which = "" if is_known else ", FILE being JSON or JSONL"
     command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'
-    return Unsupported(
-        f"write these records of a file to one of their own: {command}{which}; then set {ours} to "
+    return UnsupportedKey(
+        f"write these records of a file to one of their own: {command}{which}; then set {our_key} to "
         "part.jsonl",
         to_do=True,
     )
 
 
-def record_count_rule(ours: str, part: str) -> Rule:
+def record_count_rule(our_key: str, part: str) -> Rule:
     """Rule for a number of records of each file; ``part``: the slice, with {} for the number."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
-            return Unsupported("it is not a number of records", to_do=True)
+            return UnsupportedKey("it is not a number of records", to_do=True)
         cut = part.format(value)
-        return OFF_IN_THEIRS if cut == "0:" else advise_on_slice(cut, ours)
+        return OFF_KEY if cut == "0:" else advise_on_slice(cut, our_key)
 
     return rule
 
 
-def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
+def convert_split(value: Any, our_key: str, file: Any, is_whole_data: bool) -> Outcome:
     """Return the outcome for a part of a file, such as train[:95%].
 
-    ``ours``: our setting that names the file; ``file``: the file, if known. ``is_whole_data``: it
+    ``our_key``: our setting that names the file; ``file``: the file, if known. ``is_whole_data``: it
     is all the data, and nothing else determines what is held out.
     """
     if value == "train":
-        return Ignored("files are used whole; in a folder, those of the train split")
+        return IgnoredKey("files are used whole; in a folder, those of the train split")
     found = _SLICE.fullmatch(str(value).replace(" ", ""))
     if found is None:
-        return Unsupported(
-            f"name the file of this part in {ours}: files are used whole", to_do=True
+        return UnsupportedKey(
+            f"name the file of this part in {our_key}: files are used whole", to_do=True
         )
     start, _, end, percent = found.groups()
     if is_whole_data and not start and percent and _MIN_TRAINED_PERCENT <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its position"
-        return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
+        return MappedKey({"data.eval_fraction": (100 - int(end)) / 100}, remark)
     return advise_on_slice(
-        f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", ours, file
+        f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", our_key, file
     )
 
 

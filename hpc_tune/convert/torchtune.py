@@ -14,40 +14,40 @@ from hpc_tune.convert.rules import (
     NO_ADAPTERS,
     SFT,
     ForeignConfig,
-    Ignored,
-    Mapped,
+    IgnoredKey,
+    MappedKey,
     Outcome,
     Refusal,
     Rule,
     Tool,
-    Unsupported,
+    UnsupportedKey,
     rule_for_keys,
 )
 
 # -- The rules for datasets in torchtune's configs: which file, which columns, what is learned.
 
 
-_PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
+_DATASET_SETTINGS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 # Dataset components with configurable columns: their column keys, as fields of data.columns.
-_PAIR = {"input": "prompt", "output": "completion"}
+_PAIR_FIELDS = {"input": "prompt", "output": "completion"}
 _PREFERENCES = {"chosen": "chosen", "rejected": "rejected"}
-_RANKED = {"prompt": "prompt", **_PREFERENCES}
+_RANKED_FIELDS = {"prompt": "prompt", **_PREFERENCES}
 _RANKED_COLUMNS = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
 _FIELDS = {
-    "instruct_dataset": _PAIR,
+    "instruct_dataset": _PAIR_FIELDS,
     "preference_dataset": _PREFERENCES,
     "hh_rlhf_helpful_dataset": _PREFERENCES,
-    "stack_exchange_paired_dataset": _RANKED,
+    "stack_exchange_paired_dataset": _RANKED_FIELDS,
 }
-_BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
-_HELD_OUT = Ignored("data.eval_fraction says it")
+_FORM_BY_KEYS = IgnoredKey(rules.FORM_REASON)
+_EVAL_FRACTION_KEY = IgnoredKey("data.eval_fraction says it")
 _PREAMBLE = (
     "alpaca's preamble (Below is an instruction that ...) and headings are in each prompt there, "
     "but not here: to keep them, write them into the records (as prompt and completion)"
 )
 
 
-def _last_name(value: Any) -> str:
+def _component_name(value: Any) -> str:
     """Return the last part of a dotted name, such as a component's name without its module."""
     return str(value).rpartition(".")[2]
 
@@ -64,14 +64,14 @@ def _usable_path(part: str, theirs: ForeignConfig) -> Any:
 
 def _convert_eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
     if _usable_path("dataset_val", theirs) or _holds_out_a_share(theirs):
-        return Mapped({"train.eval_every_steps": value})
-    return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
+        return MappedKey({"train.eval_every_steps": value})
+    return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
 
 def _holds_out_a_share(theirs: ForeignConfig) -> bool:
     """Return whether a share of the only data file is held out."""
     return isinstance(
-        _convert_part_split("dataset", theirs.get("dataset.split", "train"), theirs), Mapped
+        _convert_part_split("dataset", theirs.get("dataset.split", "train"), theirs), MappedKey
     )
 
 
@@ -93,7 +93,7 @@ def _held_out_is_rest_of_file(theirs: ForeignConfig) -> bool:
 def _split_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and rules.complement_split(value) and _holds_out_a_share(theirs):
-            return _HELD_OUT
+            return _EVAL_FRACTION_KEY
         return _convert_part_split(part, value, theirs)
 
     return rule
@@ -103,11 +103,11 @@ def _convert_part_split(part: str, value: Any, theirs: ForeignConfig) -> Outcome
     is_whole = part == "dataset" and _held_out_is_rest_of_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
     known = file if isinstance(file, str) and rules.is_data_path(file) else None
-    return rules.convert_split(value, _PARTS[part], known, is_whole)
+    return rules.convert_split(value, _DATASET_SETTINGS[part], known, is_whole)
 
 
 def _convert_dataset_component(value: Any, theirs: ForeignConfig) -> Outcome:
-    name = _last_name(value)
+    name = _component_name(value)
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         instead = (
             f"compute nodes have no internet: on a login node write the records of {name} to a "
@@ -116,18 +116,18 @@ def _convert_dataset_component(value: Any, theirs: ForeignConfig) -> Outcome:
         more = _PREAMBLE if "alpaca" in name else ""
         if "stack_exchange_paired" in name:
             more = "rename question, response_j and response_k there to prompt, chosen and rejected"
-        return Unsupported(f"{instead}; {more}" if more else instead, to_do=True)
+        return UnsupportedKey(f"{instead}; {more}" if more else instead, to_do=True)
     if "alpaca" in name:
-        return Unsupported(_PREAMBLE, to_do=True)
+        return UnsupportedKey(_PREAMBLE, to_do=True)
     if (fields := _FIELDS.get(name)) is None:
-        return _BY_KEYS
-    usual = _RANKED_COLUMNS if fields is _RANKED else {}
+        return _FORM_BY_KEYS
+    usual = _RANKED_COLUMNS if fields is _RANKED_FIELDS else {}
     named = {
         str(theirs.get(f"dataset.column_map.{key}", usual.get(key, key))): ours
         for key, ours in fields.items()
     }
     named = {column: ours for column, ours in named.items() if column != ours}
-    return Mapped({"data.columns": named}) if named else _BY_KEYS
+    return MappedKey({"data.columns": named}) if named else _FORM_BY_KEYS
 
 
 def _source_rule(part: str) -> Rule:
@@ -135,9 +135,13 @@ def _source_rule(part: str) -> Rule:
         if theirs.get(f"{part}.data_files"):
             return rules.FORMAT_BY_ENDING
         if part == "dataset_val" and _holds_out_a_share(theirs):
-            return _HELD_OUT
+            return _EVAL_FRACTION_KEY
         path = _usable_path(part, theirs)
-        return Mapped({_PARTS[part]: path}) if path else rules.explain_hub_data(value, _PARTS[part])
+        return (
+            MappedKey({_DATASET_SETTINGS[part]: path})
+            if path
+            else rules.explain_hub_data(value, _DATASET_SETTINGS[part])
+        )
 
     return rule
 
@@ -145,11 +149,12 @@ def _source_rule(part: str) -> Rule:
 def _files_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out_a_share(theirs):
-            return _HELD_OUT
+            return _EVAL_FRACTION_KEY
         if path := _usable_path(part, theirs):
-            return Mapped({_PARTS[part]: path})
-        return Unsupported(
-            f"write it as JSONL or Parquet into one file or folder; set {_PARTS[part]}", to_do=True
+            return MappedKey({_DATASET_SETTINGS[part]: path})
+        return UnsupportedKey(
+            f"write it as JSONL or Parquet into one file or folder; set {_DATASET_SETTINGS[part]}",
+            to_do=True,
         )
 
     return rule
@@ -157,36 +162,36 @@ def _files_rule(part: str) -> Rule:
 
 def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        return preferences.ONLY_ANSWERS
+        return preferences.ANSWERS_ONLY_KEY
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     if choice := choices.get(str(value).lower()):
-        return Mapped({"data.loss_on": choice})
-    return Unsupported("data.loss_on is answers or all: answers is used", to_do=True)
+        return MappedKey({"data.loss_on": choice})
+    return UnsupportedKey("data.loss_on is answers or all: answers is used", to_do=True)
 
 
 def _column_rule(*names: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in names:
-            return _BY_KEYS
+            return _FORM_BY_KEYS
         if not isinstance(value, str):
-            return Unsupported(rules.NOT_A_COLUMN, to_do=True)
-        return Mapped({"data.columns": {value: names[0]}})
+            return UnsupportedKey(rules.COLUMN_NAME_REASON, to_do=True)
+        return MappedKey({"data.columns": {value: names[0]}})
 
     return rule
 
 
 def _convert_column_map(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _last_name(theirs.get("dataset._component_")) in _FIELDS:
-        return Ignored("data.columns says it")
-    return Unsupported(
+    if _component_name(theirs.get("dataset._component_")) in _FIELDS:
+        return IgnoredKey("data.columns says it")
+    return UnsupportedKey(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
     )
 
 
 # torchtune's builders of models with separate layers that are fused in Hugging Face's files.
 _FUSED_BUILDERS = ("phi3", "phi4")
-_FUSED = {
+_FUSED_LAYERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
@@ -200,12 +205,12 @@ _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
 def _read_objective(theirs: ForeignConfig) -> str | None:
-    name = _last_name(theirs.get("loss._component_"))
+    name = _component_name(theirs.get("loss._component_"))
     return None if name in _OTHER_LOSSES else _LOSSES.get(name, SFT)
 
 
 def _read_method(theirs: ForeignConfig) -> str:
-    builder = _last_name(theirs.get("model._component_"))
+    builder = _component_name(theirs.get("model._component_"))
     is_4_bit = builder.startswith("qlora") or theirs.is_on("model.quantize_base")
     is_dora = theirs.is_on("model.use_dora")
     is_lora = builder.startswith("lora") or theirs.get("model.lora_rank")
@@ -214,7 +219,7 @@ def _read_method(theirs: ForeignConfig) -> str:
 
 def _convert_method(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "the shape itself is read from config.json of model.path"
-    return Mapped({"tune.method": theirs.method}, remark)
+    return MappedKey({"tune.method": theirs.method}, remark)
 
 
 def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -224,8 +229,8 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     given = given if isinstance(given, list) else [given]
     known = list(_ATTENTION)
     if not all(name in known for name in given if name):
-        why = f"there the layers of attention are called {', '.join(known)}; set tune.targets"
-        return Unsupported(why, to_do=True)
+        reason = f"there the layers of attention are called {', '.join(known)}; set tune.targets"
+        return UnsupportedKey(reason, to_do=True)
     names = [ours for name, ours in _ATTENTION.items() if name in given]
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
     is_with_head = theirs.is_on("model.apply_lora_to_output")
@@ -233,7 +238,7 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if joined := _fuse_targets(names, str(theirs.get("model._component_"))):
         return joined
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
-        return Mapped({"tune.targets": "all-linear"})
+        return MappedKey({"tune.targets": "all-linear"})
     return convert_targets(names, "checkpointer.checkpoint_dir", theirs)
 
 
@@ -244,15 +249,17 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
     """
     if not any(f".{family}." in builder for family in _FUSED_BUILDERS):
         return None
-    ours = list(dict.fromkeys(_FUSED.get(name, name) for name in names))
-    joined = {_FUSED[name] for name in names if name in _FUSED}
-    others = [part for part, whole in _FUSED.items() if whole in joined and part not in names]
+    ours = list(dict.fromkeys(_FUSED_LAYERS.get(name, name) for name in names))
+    joined = {_FUSED_LAYERS[name] for name in names if name in _FUSED_LAYERS}
+    others = [
+        part for part, whole in _FUSED_LAYERS.items() if whole in joined and part not in names
+    ]
     if not joined:
-        return Mapped({"tune.targets": ours})
+        return MappedKey({"tune.targets": ours})
     remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter here replaces "
     remark += "several there"
     remark += f", and also adapts {' and '.join(others)}" if others else ""
-    return Mapped({"tune.targets": ours}, remark, to_do=True)
+    return MappedKey({"tune.targets": ours}, remark, to_do=True)
 
 
 def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -260,7 +267,7 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     limits = [theirs.integer(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
         return preferences.convert_seq_len(min(limits), theirs)
-    return Unsupported(
+    return UnsupportedKey(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); otherwise "
         "it is 1024, and longer documents are cut and counted",
         to_do=True,
@@ -268,13 +275,13 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if "Meta" in _last_name(theirs.get("checkpointer._component_")):
-        return Unsupported(
+    if "Meta" in _component_name(theirs.get("checkpointer._component_")):
+        return UnsupportedKey(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
             "node (hf download NAME --local-dir DIR), and set model.path to DIR",
             to_do=True,
         )
-    return Mapped({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
+    return MappedKey({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
 
 
 def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -292,93 +299,95 @@ def _steps_of_all_epochs(theirs: ForeignConfig) -> int | None:
 def _convert_run_length(value: Any, theirs: ForeignConfig) -> Outcome:
     steps = _steps_of_all_epochs(theirs)
     if steps is None:
-        return Mapped({"train.epochs": value})
-    return Mapped({"train.max_steps": steps}, "if epochs have that many steps; else leave it out")
+        return MappedKey({"train.epochs": value})
+    return MappedKey(
+        {"train.max_steps": steps}, "if epochs have that many steps; else leave it out"
+    )
 
 
 def _convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
-        return Ignored("AdamW is the only optimizer")
+        return IgnoredKey("AdamW is the only optimizer")
     if "AdamW8bit" in str(value):
         return convert_adamw_8bit(theirs, "", "Paged" in str(value))
     if "AdamW" in str(value):
-        return Unsupported(
+        return UnsupportedKey(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit; plan says whether "
             "it fits"
         )
-    return Unsupported(rules.ONLY_ADAMW, to_do=True)
+    return UnsupportedKey(rules.OPTIMIZER_ADVICE, to_do=True)
 
 
 def _convert_betas(value: Any, theirs: ForeignConfig) -> Outcome:
     if isinstance(value, list) and len(value) == 2:
-        return Mapped({"optim.beta1": value[0], "optim.beta2": value[1]})
-    return Unsupported("set optim.beta1 and optim.beta2", to_do=True)
+        return MappedKey({"optim.beta1": value[0], "optim.beta2": value[1]})
+    return UnsupportedKey("set optim.beta1 and optim.beta2", to_do=True)
 
 
 def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
-        return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
-    if _last_name(value) == "get_cosine_schedule_with_warmup":
+        return MappedKey({"optim.schedule": "constant", "optim.warmup_steps": 0})
+    if _component_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
         return map_decay_to_zero(
             "cosine", _steps_of_all_epochs(theirs), theirs.integer(key) if theirs.get(key) else 0
         )
-    return Unsupported(SCHEDULE_ADVICE, to_do=True)
+    return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
 
 
 def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         return preferences.map_objective(theirs)
     if any(word in str(value) for word in _LOSS_NAMES):
-        return Ignored("cross entropy, whose logits are never held whole")
-    return Unsupported(
+        return IgnoredKey("cross entropy, whose logits are never held whole")
+    return UnsupportedKey(
         "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss", to_do=True
     )
 
 
 def _convert_clip(value: Any, theirs: ForeignConfig) -> Outcome:
-    return Mapped({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
+    return MappedKey({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
 
 
 def _convert_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
-        return Unsupported(rules.DTYPE_ADVICE)
+        return UnsupportedKey(rules.DTYPE_ADVICE)
     if theirs.method == "full" and value == "bf16":
-        return Mapped({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
-    return Mapped({"model.dtype": value})
+        return MappedKey({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
+    return MappedKey({"model.dtype": value})
 
 
 def _convert_device(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = str(value).partition(":")[0]
     if kind in ("cuda", "cpu"):
-        return Mapped({"run.device": kind})
-    return Unsupported("run.device is cuda or cpu")
+        return MappedKey({"run.device": kind})
+    return UnsupportedKey("run.device is cuda or cpu")
 
 
 def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = "full" if theirs.is_on("enable_activation_checkpointing") else theirs.get("ac_mode")
-    return Mapped({"parallel.recompute": kind or "none"})
+    return MappedKey({"parallel.recompute": kind or "none"})
 
 
 def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
     if "TensorBoard" in str(value):
-        return Mapped({"run.tensorboard": True})
+        return MappedKey({"run.tensorboard": True})
     if "WandB" in str(value):
-        return Mapped({"run.trackers": ["wandb"]}, "offline, for wandb sync")
-    if _last_name(value) in ("DiskLogger", "StdoutLogger"):
-        return Ignored("metrics.jsonl in run.dir has a line for each step")
-    return Unsupported(
+        return MappedKey({"run.trackers": ["wandb"]}, "offline, for wandb sync")
+    if _component_name(value) in ("DiskLogger", "StdoutLogger"):
+        return IgnoredKey("metrics.jsonl in run.dir has a line for each step")
+    return UnsupportedKey(
         "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is uploaded"
     )
 
 
 def _convert_reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not rules.tune_with_objective(theirs).has_reference:
-        return Ignored("no reference is used")
+    if not rules.make_tune_config(theirs).has_reference:
+        return IgnoredKey("no reference is used")
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == first:
         return preferences.SAME_REFERENCE
-    return Unsupported(preferences.OTHER_REFERENCE + "start from that one", to_do=True)
+    return UnsupportedKey(preferences.OTHER_REFERENCE + "start from that one", to_do=True)
 
 
 def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
@@ -404,7 +413,7 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
     return defaults
 
 
-_MAPPED: dict[str, Rule] = {
+_MAPPED_RULES: dict[str, Rule] = {
     **rule_for_keys(_convert_method, "model._component_ model.quantize_base"),
     "model.use_dora": rules.DORA_RULE,
     "model.lora_rank": "tune.rank",
@@ -418,7 +427,7 @@ _MAPPED: dict[str, Rule] = {
     ),
     **rule_for_keys(_convert_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _convert_model_path,
-    "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
+    "dataset": UnsupportedKey("set data.path to a list of the files of all of them", to_do=True),
     "dataset._component_": _convert_dataset_component,
     "dataset.source": _source_rule("dataset"),
     "dataset.data_files": _files_rule("dataset"),
@@ -446,7 +455,7 @@ _MAPPED: dict[str, Rule] = {
     "loss._component_": _convert_loss,
     "loss.beta": "tune.beta",
     "loss.gamma": "tune.gamma",
-    **preferences.for_preferences_only({"loss.label_smoothing": preferences.SMOOTHING_RULE}),
+    **preferences.restrict_to_preferences({"loss.label_smoothing": preferences.SMOOTHING_RULE}),
     **rule_for_keys(_convert_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
     "clip_grad_norm": _convert_clip,
     **rule_for_keys(rules.torch_compile_rule("context_parallel_dim"), "compile compile.model"),
@@ -454,8 +463,8 @@ _MAPPED: dict[str, Rule] = {
     "device": _convert_device,
     "seed": "train.seed",
     "shuffle": rules.on_off_rule(
-        Ignored("the order follows from seed, epoch and position, on any number of ranks"),
-        Unsupported(rules.SHUFFLE_REASON, to_do=True),
+        IgnoredKey("the order follows from seed, epoch and position, on any number of ranks"),
+        UnsupportedKey(rules.SHUFFLE_REASON, to_do=True),
     ),
     **rule_for_keys(_convert_recompute, "enable_activation_checkpointing ac_mode"),
     **rule_for_keys(rules.OFFLOAD_PARAMS_RULE, "fsdp_cpu_offload fsdp.cpu_offload"),
@@ -463,13 +472,13 @@ _MAPPED: dict[str, Rule] = {
     "output_dir": "run.dir",
     "save_every_n_steps": "checkpoint.every_steps",
     "resume_from_checkpoint": rules.on_off_rule(
-        Unsupported(rules.UNREADABLE_STATE, to_do=True),
-        Ignored("checkpoint.resume=auto: rerun the same command"),
+        UnsupportedKey(rules.UNREADABLE_STATE, to_do=True),
+        IgnoredKey("checkpoint.resume=auto: rerun the same command"),
     ),
-    "quantizer.*": Unsupported("there is no quantization-aware training", to_do=True),
+    "quantizer.*": UnsupportedKey("there is no quantization-aware training", to_do=True),
 }
-_IGNORED = {
-    rules.FOUND_BY_KEYS: "dataset.conversation_style",
+_IGNORED_KEYS = {
+    rules.FORM_REASON: "dataset.conversation_style",
     "validation data are read like data.path": "dataset_val.*",
     "documents longer than a row are cut": "dataset.split_across_pack",
     "the reference is computed once, before the first step, and kept": "ref_checkpointer.* "
@@ -485,7 +494,7 @@ _IGNORED = {
     "cross entropy, whose logits are never held whole": "loss.num_output_chunks",
     rules.COMPILE_REASON: "compile.*",
     "parallel.recompute says it": "ac_option",
-    rules.READ_BY_REGIONS: "low_cpu_ram checkpointer.*",
+    rules.PARTIAL_READ_REASON: "low_cpu_ram checkpointer.*",
     rules.METRICS_REASON: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
     "checkpoints go by time and steps, while training continues": "save_last_epoch_only "
     "epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
@@ -494,16 +503,16 @@ _IGNORED = {
     ),
     "train.profile=10:2 traces two steps": "profiler.*",
 }
-_LACKING = {
+_UNSUPPORTED_KEYS = {
     "a text always ends with the end token": "dataset.add_eos",
     "their training state cannot be read": "checkpointer.recipe_checkpoint",
     "tune.init_from takes an adapter saved by peft": "checkpointer.adapter_checkpoint",
     "gradients are kept until the step; parallel.shard splits them": "optimizer_in_bwd",
-    rules.RECOMPUTE_INSTEAD: "enable_activation_offloading activation_offloading_use_streams",
+    rules.RECOMPUTE_ADVICE: "enable_activation_offloading activation_offloading_use_streams",
     "set train.deterministic=true": "cudnn_deterministic_mode",
     "set train.profile=10:2": "profiler.enabled",
 }
-_TO_DO = {
+_TODO_KEYS = {
     rules.SYSTEM_MESSAGE: "dataset.new_system_prompt",
     "the chat template is applied; data.chat_template names another": "dataset.template "
     "dataset.prompt_template dataset.chat_format",
@@ -514,24 +523,24 @@ _TO_DO = {
     rules.NO_NEW_TOKENS: "resize_token_embeddings",
 }
 _MEDIA_BUILDER = preferences.matches_pattern(r"vision|multimodal|\.clip\.|\.flux\.")
-_OTHER_TRAINING = preferences.unless_preferences(
+_OTHER_TRAINING = preferences.exclude_preferences(
     preferences.matches_pattern("rlhf|KTO|ORPO|PPO|GRPO")
 )
-_PREFERENCES_WITHOUT_LOSS = preferences.unless_preferences(
+_PREFERENCES_WITHOUT_LOSS = preferences.exclude_preferences(
     preferences.matches_pattern("preference|hh_rlhf|stack_exchange_paired|rlhf")
 )
 _TEACHER = "teacher_model._component_ kd_loss._component_ kd_ratio"
 _MEDIA_DATA = preferences.matches_pattern("multimodal|the_cauldron|vqa|llava_instruct")
 TORCHTUNE = Tool(
     "torchtune",
-    rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO),
+    rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEYS, _TODO_KEYS),
     _default_settings,
     _read_method,
     _read_objective,
     (
-        Refusal(_TEACHER, preferences.always, *preferences.DISTILLATION),
+        Refusal(_TEACHER, preferences.accept_any, *preferences.DISTILLATION),
         preferences.preference_loss_refusal("loss._component_"),
-        Refusal("policy_model._component_", preferences.always, *preferences.REWARD_TRAINING),
+        Refusal("policy_model._component_", preferences.accept_any, *preferences.REWARD_TRAINING),
         Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARD_TRAINING),
         Refusal("dataset._component_", _PREFERENCES_WITHOUT_LOSS, *preferences.UNNAMED_LOSS),
         Refusal(

@@ -36,8 +36,8 @@ Span = tuple[int, int]
 class Render(Protocol):
     """Renders messages to text, or returns None if the template refuses them."""
 
-    def __call__(self, messages: Messages, with_generation_prompt: bool = False) -> str | None:
-        """Return the text, with the generation prompt at its end if ``with_generation_prompt``."""
+    def __call__(self, messages: Messages, include_generation_prompt: bool = False) -> str | None:
+        """Return the text, with the generation prompt at its end if ``include_generation_prompt``."""
 
 
 @dataclass
@@ -51,45 +51,47 @@ class RenderedChat:
     messages: Messages
     full_text: str
     special: re.Pattern[str]
-    _beginnings: dict[tuple[int, bool], str | None] = field(default_factory=dict)
+    _rendered_prefixes: dict[tuple[int, bool], str | None] = field(default_factory=dict)
 
-    def render_first(self, count: int, with_generation_prompt: bool = False) -> str | None:
+    def render_first(self, count: int, include_generation_prompt: bool = False) -> str | None:
         """Return the (cached) text of the first ``count`` messages; None if it is refused."""
-        if count == len(self.messages) and not with_generation_prompt:
+        if count == len(self.messages) and not include_generation_prompt:
             return self.full_text
-        key = (count, with_generation_prompt)
-        if key not in self._beginnings:
-            self._beginnings[key] = self.render(self.messages[:count], with_generation_prompt)
-        return self._beginnings[key]
+        key = (count, include_generation_prompt)
+        if key not in self._rendered_prefixes:
+            self._rendered_prefixes[key] = self.render(
+                self.messages[:count], include_generation_prompt
+            )
+        return self._rendered_prefixes[key]
 
-    def prompt(self, number: int) -> str | None:
-        """Return the prompt from which message ``number`` is generated; None for the first one.
+    def prompt(self, index: int) -> str | None:
+        """Return the prompt from which message ``index`` is generated; None for the first one.
 
         Templates cannot render an empty list.
         """
-        return self.render_first(number, with_generation_prompt=True) if number else None
+        return self.render_first(index, include_generation_prompt=True) if index else None
 
-    def prompt_end(self, number: int, text: str) -> int | None:
-        """Return the length of message ``number``'s prompt, or None if ``text`` lacks it."""
-        prompt = self.prompt(number)
+    def prompt_end(self, index: int, text: str) -> int | None:
+        """Return the length of message ``index``'s prompt, or None if ``text`` lacks it."""
+        prompt = self.prompt(index)
         return len(prompt) if prompt and text.startswith(prompt) else None
 
-    def messages_with_sentinel(self, number: int) -> list[dict[str, Any]]:
-        """Return the messages with a sentinel in place of the content of message ``number``."""
-        sentinel = {**self.messages[number], "content": SENTINEL}
-        return [*self.messages[:number], sentinel, *self.messages[number + 1 :]]
+    def messages_with_sentinel(self, index: int) -> list[dict[str, Any]]:
+        """Return the messages with a sentinel in place of the content of message ``index``."""
+        sentinel = {**self.messages[index], "content": SENTINEL}
+        return [*self.messages[:index], sentinel, *self.messages[index + 1 :]]
 
     def text_after_sentinel(self, messages: Messages) -> str:
         """Return what follows the sentinel in the text of ``messages``; empty without one."""
         return (self.render(messages) or "").partition(SENTINEL)[2]
 
-    def next_content_start(self, number: int) -> int:
-        """Return where the content after message ``number`` begins, or ``full_text`` ends."""
-        if number + 1 == len(self.messages):
+    def next_content_start(self, index: int) -> int:
+        """Return where the content after message ``index`` begins, or ``full_text`` ends."""
+        if index + 1 == len(self.messages):
             return len(self.full_text)
-        text = self.render(self.messages_with_sentinel(number + 1)) or ""
-        before, found, _ = text.partition(SENTINEL)
-        return len(os.path.commonprefix([self.full_text, before])) if found else len(self.full_text)
+        text = self.render(self.messages_with_sentinel(index + 1)) or ""
+        before, hit, _ = text.partition(SENTINEL)
+        return len(os.path.commonprefix([self.full_text, before])) if hit else len(self.full_text)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -100,10 +102,10 @@ class RenderedChat:
         others = [n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"]
         if others:
             plain = self.render_first(others[-1])
-            prompted = self.render_first(others[-1], with_generation_prompt=True)
+            prompted = self.render_first(others[-1], include_generation_prompt=True)
         else:
             plain = self.render([SENTINEL_QUESTION])
-            prompted = self.render([SENTINEL_QUESTION], with_generation_prompt=True)
+            prompted = self.render([SENTINEL_QUESTION], include_generation_prompt=True)
         plain, prompted = plain or "", prompted or plain or ""
         at = len(os.path.commonprefix([plain, prompted]))
         for token in self.special.finditer(prompted):
@@ -134,16 +136,16 @@ class SpecialTokenEscapes:
     ) -> None:
         """Take the special tokens as text; ``turn_tokens``: those that no answer may contain."""
         self._counters = counters
-        self._typed = [ESCAPE, *sorted(set(special_tokens), key=len, reverse=True)]
-        self._number = {text: number for number, text in enumerate(self._typed)}
-        self._all = longest_match_pattern(self._typed)
-        others = [text for text in self._typed if not _REASONING.search(text)]
+        self._typed_tokens = [ESCAPE, *sorted(set(special_tokens), key=len, reverse=True)]
+        self._number = {text: index for index, text in enumerate(self._typed_tokens)}
+        self._all_pattern = longest_match_pattern(self._typed_tokens)
+        others = [text for text in self._typed_tokens if not _REASONING.search(text)]
         self._all_but_reasoning = longest_match_pattern(others)
         own = {text for text in others if text != ESCAPE and text not in turn_tokens}
         self._all_but_own = longest_match_pattern([text for text in others if text not in own])
         self._own_tokens = longest_match_pattern(sorted(own))
-        last = chr(_FIRST + len(self._typed) - 1)
-        self._escaped = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
+        last = chr(_FIRST + len(self._typed_tokens) - 1)
+        self._escape_pattern = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
     def hide_in_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with typed special tokens hidden in all of their text.
@@ -168,30 +170,32 @@ class SpecialTokenEscapes:
             for key, value in message.items()
         }
 
-    def hide_special_tokens(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
+    def hide_special_tokens(self, value: Any, typed_pattern: re.Pattern[str] | None = None) -> Any:
         """Return a JSON value with typed special tokens hidden in all of its strings."""
         if isinstance(value, str):
-            return (typed or self._all).sub(self._hide_token, value)
+            return (typed_pattern or self._all_pattern).sub(self._hide_token, value)
         if isinstance(value, dict):
             return {
-                self.hide_special_tokens(key, typed): self.hide_special_tokens(item, typed)
+                self.hide_special_tokens(key, typed_pattern): self.hide_special_tokens(
+                    item, typed_pattern
+                )
                 for key, item in value.items()
             }
         if isinstance(value, list):
-            return [self.hide_special_tokens(item, typed) for item in value]
+            return [self.hide_special_tokens(item, typed_pattern) for item in value]
         return value
 
     def split(self, text: str) -> Iterator[tuple[str, str | None]]:
         """Yield a text in pieces: (piece, None), or for an escape (escape, what was typed)."""
-        for number, piece in enumerate(self._escaped.split(text)):
-            if number % 2:
-                yield ESCAPE + piece, self._typed[ord(piece) - _FIRST]
+        for index, piece in enumerate(self._escape_pattern.split(text)):
+            if index % 2:
+                yield ESCAPE + piece, self._typed_tokens[ord(piece) - _FIRST]
             elif piece:
                 yield piece, None
 
-    def _hide_token(self, found: re.Match[str]) -> str:
-        self._counters.control_texts += found[0] != ESCAPE
-        return ESCAPE + chr(_FIRST + self._number[found[0]])
+    def _hide_token(self, hit: re.Match[str]) -> str:
+        self._counters.control_texts += hit[0] != ESCAPE
+        return ESCAPE + chr(_FIRST + self._number[hit[0]])
 
 
 def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
@@ -229,8 +233,8 @@ def mark_generation_blocks(template: Any) -> str | None:
     if not isinstance(template, str) or not _GENERATION_TAG.search(template):
         return None
 
-    def marked_text(found: re.Match[str]) -> str:
-        left, end, right = found.groups()
+    def marked_text(hit: re.Match[str]) -> str:
+        left, end, right = hit.groups()
         if end:
             return f"{{%{left} print '{MARK}' %}}{{% endgeneration {right}%}}"
         return f"{{%{left} generation %}}{{% print '{MARK}' {right}%}}"
@@ -243,8 +247,8 @@ def find_marked_blocks(marked_text: str, full_text: str) -> list[Span] | None:
     pieces, spans, at = marked_text.split(MARK), [], 0
     if "".join(pieces) != full_text:
         return None
-    for number, piece in enumerate(pieces):
-        if number % 2:
+    for index, piece in enumerate(pieces):
+        if index % 2:
             spans.append((at, at + len(piece)))
         at += len(piece)
     return spans
@@ -275,17 +279,17 @@ class AnswerFinder:
     def __init__(self, special_tokens: Sequence[str]) -> None:
         """Take the special tokens as text."""
         self._tokens, self.special = tuple(special_tokens), longest_match_pattern(special_tokens)
-        self._next_special = re.compile(rf"\s*({self.special.pattern})")
+        self._next_special_token = re.compile(rf"\s*({self.special.pattern})")
 
     def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
         """Return the span of each of ``answers`` (numbers of messages); None where unsure."""
-        spans = [self._find_by_beginnings(chat, number) for number in answers]
+        spans = [self._find_by_prefixes(chat, index) for index in answers]
         if None in spans:  # beginnings cannot be trusted in this chat: try the others first
             spans = [
-                self._find_by_tool_calls(chat, number)
-                or self._find_by_sentinel(chat, number)
+                self._find_by_tool_calls(chat, index)
+                or self._find_by_sentinel(chat, index)
                 or known
-                for number, known in zip(answers, spans, strict=True)
+                for index, known in zip(answers, spans, strict=True)
             ]
         end = 0
         for at, span in enumerate(spans):
@@ -307,7 +311,7 @@ class AnswerFinder:
         return answer.endswith(self._tokens) and not is_own
 
     def extend_by_next_turn_token(
-        self, chat: RenderedChat, number: int, span: Span
+        self, chat: RenderedChat, index: int, span: Span
     ) -> tuple[str, Span] | None:
         """Return the text, and an answer's span extended by the special token that follows it.
 
@@ -318,52 +322,52 @@ class AnswerFinder:
         """
         full_text, messages = chat.full_text, chat.messages
         stop = span[0] + len(full_text[slice(*span)].rstrip())
-        if number + 1 < len(messages):
-            is_end = messages[number + 1]["role"] not in ("assistant", "system")
-            found = self._next_special.match(full_text, stop) if is_end else None
-            return (full_text, (span[0], found.end())) if found else None
+        if index + 1 < len(messages):
+            is_end = messages[index + 1]["role"] not in ("assistant", "system")
+            hit = self._next_special_token.match(full_text, stop) if is_end else None
+            return (full_text, (span[0], hit.end())) if hit else None
         if full_text[stop:].strip():
             return None  # text that ends the whole chat
-        substituted = chat.messages_with_sentinel(number)
+        substituted = chat.messages_with_sentinel(index)
         text_as_last_turn = chat.text_after_sentinel(substituted)
         last = text_as_last_turn.rstrip()  # tool calls
-        followers = [SENTINEL_TOOL_RESULT] if messages[number].get("tool_calls") else []
+        followers = [SENTINEL_TOOL_RESULT] if messages[index].get("tool_calls") else []
         for follower in [*followers, SENTINEL_QUESTION]:
             followed = chat.text_after_sentinel([*substituted, follower])
-            found = self._next_special.match(followed, len(last))
-            if found and followed.startswith(last):
-                full_text = full_text.removesuffix(text_as_last_turn[len(last) :]) + found[0]
+            hit = self._next_special_token.match(followed, len(last))
+            if hit and followed.startswith(last):
+                full_text = full_text.removesuffix(text_as_last_turn[len(last) :]) + hit[0]
                 return full_text, (span[0], len(full_text))
         return None
 
     # -- By beginnings.
 
-    def _find_by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
-        before, text_after = chat.prompt(number), chat.render_first(number + 1)
+    def _find_by_prefixes(self, chat: RenderedChat, index: int) -> Span | None:
+        before, text_after = chat.prompt(index), chat.render_first(index + 1)
         if before is None or text_after is None or not chat.full_text.startswith(text_after):
             return None
         if not text_after.startswith(before) or text_after == before:
             return None
         span = len(before), len(text_after)
-        if self.has_end_token(chat.full_text, span, chat.messages[number]):
+        if self.has_end_token(chat.full_text, span, chat.messages[index]):
             return span[0], len(text_after.rstrip())  # without the whitespace after the end token
         return span
 
     # -- By tool calls.
 
-    def _find_by_tool_calls(self, chat: RenderedChat, number: int) -> Span | None:
+    def _find_by_tool_calls(self, chat: RenderedChat, index: int) -> Span | None:
         """Return the span of an answer that calls tools.
 
         The answer is also rendered as the last turn. Here it ends with the same special token,
         before the next message's content, where the text before the token matches that answer's end
         best: a template may leave out the reasoning of earlier answers, but not their calls.
         """
-        full_text, calls = chat.full_text, chat.messages[number].get("tool_calls")
+        full_text, calls = chat.full_text, chat.messages[index].get("tool_calls")
         if not calls:
             return None
-        start = chat.prompt_end(number, full_text) or self._start_after_prompt(chat, number)
-        limit = chat.next_content_start(number)
-        text_as_last_turn = (chat.render_first(number + 1) or "").rstrip()
+        start = chat.prompt_end(index, full_text) or self._start_after_prompt(chat, index)
+        limit = chat.next_content_start(index)
+        text_as_last_turn = (chat.render_first(index + 1) or "").rstrip()
         if start is None or not text_as_last_turn.endswith(self._tokens):
             return None
         end = max((token for token in self._tokens if text_as_last_turn.endswith(token)), key=len)
@@ -390,34 +394,34 @@ class AnswerFinder:
 
     # -- By a sentinel.
 
-    def _find_by_sentinel(self, chat: RenderedChat, number: int) -> Span | None:
+    def _find_by_sentinel(self, chat: RenderedChat, index: int) -> Span | None:
         # Calls are written after the content, and belong to the answer.
-        substituted = chat.messages_with_sentinel(number)
-        has_calls = substituted[number].pop("tool_calls", None) is not None
+        substituted = chat.messages_with_sentinel(index)
+        has_calls = substituted[index].pop("tool_calls", None) is not None
         whole = chat.render(substituted)
         if whole is None or whole.count(SENTINEL) != 1:
             return None
         before, _, text_after = whole.partition(SENTINEL)
         start = (
-            chat.prompt_end(number, before)
+            chat.prompt_end(index, before)
             or self._start_after_opening(
-                before, chat.generation_prompt, is_first_message=number == 0
+                before, chat.generation_prompt, is_first_message=index == 0
             )
-            or self._start_after_prompt(chat, number)
+            or self._start_after_prompt(chat, index)
             or len(before)
         )
         start = min(start, len(before))
         if chat.full_text[:start] != before[:start]:
             return None
-        is_last = number + 1 == len(chat.messages)
-        text_as_last_turn = whole if is_last else chat.render(substituted[: number + 1])
-        stop = self._end_after_sentinel(chat, number, text_after, text_as_last_turn)
-        if stop is None or (has_calls and stop > chat.next_content_start(number)):
+        is_last = index + 1 == len(chat.messages)
+        text_as_last_turn = whole if is_last else chat.render(substituted[: index + 1])
+        stop = self._end_after_sentinel(chat, index, text_after, text_as_last_turn)
+        if stop is None or (has_calls and stop > chat.next_content_start(index)):
             return None  # its calls are written elsewhere, with other messages in between
         return (start, stop) if start < stop else None
 
     def _end_after_sentinel(
-        self, chat: RenderedChat, number: int, text_after: str, text_as_last_turn: str | None
+        self, chat: RenderedChat, index: int, text_after: str, text_as_last_turn: str | None
     ) -> int | None:
         """Return where an answer ends, with the special tokens that end its turn; None if unsure.
 
@@ -426,18 +430,18 @@ class AnswerFinder:
         """
         full_text, after_alone = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
         ends = self._common_special_prefix_length(text_after, after_alone)
-        if not ends and (text_as_last_turn is None or self._next_special.match(after_alone)):
-            ends = self._shared_end_length(chat, number, text_after)
+        if not ends and (text_as_last_turn is None or self._next_special_token.match(after_alone)):
+            ends = self._shared_end_length(chat, index, text_after)
         if full_text.endswith(text_after):
             return len(full_text) - len(text_after) + ends
         # The turn ends with another token: some templates have a separate one for tool calls.
-        first = self._next_special.match(text_after)
+        first = self._next_special_token.match(text_after)
         rest = text_after[first.end() :] if first else text_after
         stop = len(full_text) - len(rest)
         is_end = full_text.endswith(rest) and full_text[:stop].endswith(self._tokens)
         return stop if is_end else None
 
-    def _shared_end_length(self, chat: RenderedChat, number: int, text_after: str) -> int:
+    def _shared_end_length(self, chat: RenderedChat, index: int, text_after: str) -> int:
         """Return the length of the special token that begins ``text_after`` if it also ends other
         roles' turns, else 0.
 
@@ -445,45 +449,45 @@ class AnswerFinder:
         answer may then open the next turn instead: the generation prompt begins with that token, or
         it only stands before turns of one role.
         """
-        first = self._next_special.match(text_after)
+        first = self._next_special_token.match(text_after)
         if first is None or chat.generation_prompt.lstrip().startswith(first[1]):
             return 0
         roles = [*(message["role"] for message in chat.messages), None]
-        follower = roles[number + 1]
+        follower = roles[index + 1]
         substituted = [SENTINEL_QUESTION, *chat.messages]
         for other, role in enumerate(roles[:-1]):
             if role != "assistant" and not roles[other + 1] == follower != "assistant":
                 substituted = chat.messages_with_sentinel(other)
                 break
-        end = self._next_special.match(chat.text_after_sentinel(substituted))
+        end = self._next_special_token.match(chat.text_after_sentinel(substituted))
         return first.end() if end and end[1] == first[1] else 0
 
     def _common_special_prefix_length(self, one: str, other: str) -> int:
         """Return the length of the special tokens with which both texts begin."""
         end = 0
-        while (a := self._next_special.match(one, end)) and other.startswith(a[0], end):
+        while (a := self._next_special_token.match(one, end)) and other.startswith(a[0], end):
             end = a.end()
         return end
 
     # -- Where an answer starts, if the text does not begin with its prompt.
 
-    def _start_after_prompt(self, chat: RenderedChat, number: int) -> int | None:
+    def _start_after_prompt(self, chat: RenderedChat, index: int) -> int | None:
         """Return where an answer begins: after the prompt that follows the previous message.
 
         If the prompt opens a reasoning block that a finished turn lacks, it is after the part that
         both share. A finished turn may have an opening that the prompt leaves out (after tools).
         None for the first message, or if unsure.
         """
-        if number == 0:
+        if index == 0:
             return None
-        substituted = chat.messages_with_sentinel(number - 1)
+        substituted = chat.messages_with_sentinel(index - 1)
         full_text = chat.full_text
         opening = chat.generation_prompt
-        before = substituted[:number]
+        before = substituted[:index]
         texts = [
             chat.render(substituted),
             chat.render(before),
-            chat.render(before, with_generation_prompt=True),
+            chat.render(before, include_generation_prompt=True),
         ]
         if any(text is None or text.count(SENTINEL) != 1 for text in texts):
             return None
@@ -514,5 +518,5 @@ class AnswerFinder:
 
     def _token_and_line_ends(self, opening: str) -> list[int]:
         """Return where special tokens and lines end in ``opening``, the last place first."""
-        ends = [found.end() for found in re.finditer(rf"{self.special.pattern}|\n", opening)]
+        ends = [hit.end() for hit in re.finditer(rf"{self.special.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)

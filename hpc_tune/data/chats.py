@@ -118,19 +118,21 @@ class Renderer:
             return f"the chat template refused the messages ({reason}){roles}"
         if ESCAPE_IN_ASCII_JSON in full_text and example != typed:
             return _ASCII_JSON_REASON
-        self._count_left_out(example, full_text)
+        self._count_omitted_content(example, full_text)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
             return RenderedText(full_text, None, weights=_drop_weights_if_all_one([example.weight]))
-        answer_numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
-        if not answer_numbers:
+        answer_indices = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
+        if not answer_indices:
             return f"no answer of the assistant{roles}"
-        parts = self._find_learned_parts(example, answer_numbers, full_text)
+        answer_spans = self._find_learned_spans(example, answer_indices, full_text)
         if self._loss_on == "all":
-            return self._select_all_except_unlearned(example, answer_numbers, parts, full_text)
+            return self._select_all_except_unlearned(
+                example, answer_indices, answer_spans, full_text
+            )
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
             if role.strip().lower() in _ASSISTANT_NAMES:
                 self._counters.count_role("other_answers", role)
-        return self._select_answers(example, answer_numbers, parts, full_text)
+        return self._select_answers(example, answer_indices, answer_spans, full_text)
 
     def prompt(self, chat: Chat) -> RenderedText:
         """Return the prompt for the assistant's next answer in a chat, as training renders it.
@@ -154,7 +156,7 @@ class Renderer:
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
         typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
-            chat, text = self._render_chat(chat, with_generation_prompt=True)
+            chat, text = self._render_chat(chat, include_generation_prompt=True)
         except TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refuses the messages: {first_line(error)[:_MAX_REASON_CHARS]}"
@@ -162,17 +164,21 @@ class Renderer:
         if ESCAPE_IN_ASCII_JSON in text and chat != typed:
             raise DataError(_ASCII_JSON_REASON)
         if (full_text := self._make_render(chat)(chat.messages)) is not None:
-            self._count_left_out(chat, full_text)
+            self._count_omitted_content(chat, full_text)
         return RenderedText(text, None)
 
     def _select_answers(
-        self, example: Chat, answer_numbers: list[int], parts: list[AnswerSpans], full_text: str
+        self,
+        example: Chat,
+        answer_indices: list[int],
+        answer_spans: list[AnswerSpans],
+        full_text: str,
     ) -> RenderedText | str:
         """Select the answers of a chat as learned text; count those that are not learned."""
         learned: list[Span] = []
         weights: list[float] = []
         num_empty = num_unmarked = 0
-        for number, spans in zip(answer_numbers, parts, strict=True):
+        for number, spans in zip(answer_indices, answer_spans, strict=True):
             answer = "".join(full_text[slice(*span)] for span in spans or ())
             if number in example.unlearned:
                 self._counters.marked_answers += 1
@@ -182,7 +188,7 @@ class Renderer:
                 continue
             message = example.messages[number]
             self._counters.lost_reasoning += _read_reasoning(message) not in answer
-            self._counters.written_reasoning += _is_reasoning_written(message, answer)
+            self._counters.written_reasoning += _is_reasoning_present(message, answer)
             names = Counter(_called_tools(message))
             written = answer if spans else full_text
             lost_calls = any(written.count(name) < names[name] for name in names)
@@ -201,9 +207,9 @@ class Renderer:
         self._counters.unmarked_answers += num_unmarked
         if learned:
             return RenderedText(full_text, learned, weights=_drop_weights_if_all_one(weights))
-        if num_empty == len(answer_numbers):
+        if num_empty == len(answer_indices):
             return "empty answer"
-        if num_empty + len(example.unlearned) == len(answer_numbers):
+        if num_empty + len(example.unlearned) == len(answer_indices):
             return "no answer that is to be learned"
         if num_unmarked:
             return "the chat template marks no answer in it ({% generation %})"
@@ -233,16 +239,16 @@ class Renderer:
 
     def _make_render(self, chat: Chat) -> Render:
         def render(
-            messages: Sequence[dict[str, Any]], with_generation_prompt: bool = False
+            messages: Sequence[dict[str, Any]], include_generation_prompt: bool = False
         ) -> str | None:
             try:
-                return self._apply_template(messages, with_generation_prompt, chat.tools)
+                return self._apply_template(messages, include_generation_prompt, chat.tools)
             except TEMPLATE_ERRORS:
                 return None
 
         return render
 
-    def _render_chat(self, chat: Chat, with_generation_prompt: bool = False) -> tuple[Chat, str]:
+    def _render_chat(self, chat: Chat, include_generation_prompt: bool = False) -> tuple[Chat, str]:
         """Return a chat as the template accepts it, with typed special tokens hidden, and its text.
 
         Raises one of TEMPLATE_ERRORS if the template refuses it. Some templates (DeepSeek-V3) want
@@ -251,16 +257,16 @@ class Renderer:
         messages = self.escapes.hide_in_messages(chat.messages)
         chat = replace(chat, messages=messages, tools=self.escapes.hide_special_tokens(chat.tools))
         try:
-            return chat, self._apply_template(chat.messages, with_generation_prompt, chat.tools)
+            return chat, self._apply_template(chat.messages, include_generation_prompt, chat.tools)
         except TEMPLATE_ERRORS:
             as_text = replace(chat, messages=serialize_arguments(chat.messages))
-            full_text = self._make_render(chat)(as_text.messages, with_generation_prompt)
+            full_text = self._make_render(chat)(as_text.messages, include_generation_prompt)
             if as_text != chat and full_text is not None:
                 return as_text, full_text
             raise
 
-    def _find_learned_parts(
-        self, chat: Chat, answer_numbers: list[int], full_text: str
+    def _find_learned_spans(
+        self, chat: Chat, answer_indices: list[int], full_text: str
     ) -> list[AnswerSpans]:
         _, template = self._templates.choose(chat.tools is not None)
         blocks = None
@@ -268,10 +274,10 @@ class Renderer:
             blocks = find_marked_blocks(
                 self._apply_template(chat.messages, False, chat.tools, template), full_text
             )
-        if blocks is not None and len(blocks) == len(answer_numbers):
+        if blocks is not None and len(blocks) == len(answer_indices):
             return [(block,) for block in blocks]
         rendered = self._make_rendered_chat(chat, full_text)
-        spans = self._answers.find(rendered, answer_numbers)
+        spans = self._answers.find(rendered, answer_indices)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]
         return [None if span is None else (span,) for span in spans]
@@ -289,7 +295,7 @@ class Renderer:
             filled.append(message)
         return filled
 
-    def _count_left_out(self, chat: Chat, full_text: str) -> None:
+    def _count_omitted_content(self, chat: Chat, full_text: str) -> None:
         """Count the messages, but for the assistant's, and tools that the template does not write.
 
         A text that is not found verbatim may have been written in another form: the chat is
@@ -343,14 +349,14 @@ class Renderer:
         return {*special}
 
     def _select_all_except_unlearned(
-        self, chat: Chat, answer_numbers: list[int], parts: list[AnswerSpans], full_text: str
+        self, chat: Chat, answer_indices: list[int], answer_spans: list[AnswerSpans], full_text: str
     ) -> RenderedText | str:
         """Select all of a chat as learned text, except the answers marked as not learned.
 
         Answers with their own weights are learned with those weights.
         """
         learned, weights, at = [], [], 0
-        for number, spans in zip(answer_numbers, parts, strict=True):
+        for number, spans in zip(answer_indices, answer_spans, strict=True):
             is_unlearned = number in chat.unlearned
             if not is_unlearned and number not in chat.weights:
                 continue
@@ -386,7 +392,7 @@ class Renderer:
     def _apply_template(
         self,
         messages: Sequence[dict[str, Any]],
-        with_generation_prompt: bool,
+        include_generation_prompt: bool,
         tools: list[Any] | None,
         template: str | None = None,
     ) -> str:
@@ -395,7 +401,7 @@ class Renderer:
             messages,
             tools=tools,
             chat_template=template or self._templates.choose(tools is not None)[0],
-            add_generation_prompt=with_generation_prompt,
+            add_generation_prompt=include_generation_prompt,
             tokenize=False,
         )
         return text
@@ -441,7 +447,7 @@ def _tool_name(tool: Any) -> str:
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
-def _is_reasoning_written(message: dict[str, Any], learned: str) -> bool:
+def _is_reasoning_present(message: dict[str, Any], learned: str) -> bool:
     """Return whether the learned text has a reasoning block that is not in the data."""
     is_given = _END_OF_REASONING in (message.get("content") or "") or _read_reasoning(message)
     return _END_OF_REASONING in learned and not is_given

@@ -36,7 +36,7 @@ from hpc_tune.data.files import (
     FoundFiles,
     Paths,
     as_list,
-    describe_left_out,
+    describe_skipped_files,
     find_files,
     find_kind,
     join_paths,
@@ -146,7 +146,9 @@ def open_megatron_index(data: Path) -> MegatronIndex:
     return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
 
-def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
+def split_megatron_documents(
+    data: Path, chunk_bytes: int, max_chunks: int
+) -> list[tuple[int, int]]:
     """Return ranges of documents with about ``chunk_bytes`` of tokens; check the whole index.
 
     With more than ``max_chunks`` ranges of that size, ranges are larger.
@@ -198,11 +200,11 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
         yield number, Tokens(tokens, f"{data}, document {number}")
 
 
-def describe_unread(found: FoundFiles, tokenizer: str) -> Iterator[str]:
+def describe_unread_files(found: FoundFiles, tokenizer: str) -> Iterator[str]:
     """Yield which files are not read and why, and for Megatron data that its tokenizer is unknown;
     ``tokenizer``: the name of the model's tokenizer.
     """
-    yield from describe_left_out(found)
+    yield from describe_skipped_files(found)
     if any(find_kind(file) == "megatron" for file in found.files):
         yield (
             "Megatron's files do not say which tokenizer made their tokens: it is assumed to be "
@@ -337,7 +339,7 @@ def list_chunks(paths: Paths) -> list[Chunk]:
     """
     if isinstance(paths, str) and is_builtin(paths):
         return [Chunk("pydocs", name, 0, 1) for name in _builtin_modules(paths)]
-    chunks = [chunk for file in find_files(paths).files for chunk in _cut_file(file)]
+    chunks = [chunk for file in find_files(paths).files for chunk in _split_file(file)]
     if not chunks:
         raise DataError(f"{join_paths(paths)} is empty; it must hold at least one example")
     return chunks
@@ -436,7 +438,7 @@ def _builtin_modules(path: str) -> list[str]:
     return modules
 
 
-def _cut_file(file: Path) -> list[Chunk]:
+def _split_file(file: Path) -> list[Chunk]:
     kind, size = find_kind(file), file.stat().st_size
     if kind is None:
         raise DataError(f"{file} is of no known kind of data; expected {KNOWN_KINDS_TEXT}")
@@ -444,10 +446,10 @@ def _cut_file(file: Path) -> list[Chunk]:
         num_groups = raw_files.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
     if kind == "arrow":
-        cuts = raw_files.cut_arrow_batches(file, CHUNK_BYTES)
+        cuts = raw_files.split_arrow_batches(file, CHUNK_BYTES)
         return [Chunk(kind, str(file), *cut) for cut in itertools.pairwise(cuts)]
     if kind == "megatron":
-        ranges = cut_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
+        ranges = split_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
         return [Chunk(kind, str(file), *cut) for cut in ranges]
     if kind == "jsonl" and raw_files.is_json_array(file):
         return [Chunk("array", str(file), 0, size)]

@@ -104,13 +104,13 @@ class Counters:
     other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def count_dropped(self, reason: str) -> None:
+    def count_dropped_example(self, reason: str) -> None:
         """Count one example that becomes no document."""
         _count(self.dropped, reason, "other reasons")
 
-    def note_cut(self, length: int, kept: int) -> None:
-        """Count an example of ``length`` tokens, more than fit, that was cut to ``kept`` tokens."""
-        self.cut_tokens += length - kept
+    def count_truncation(self, length: int, kept_tokens: int) -> None:
+        """Count an example of ``length`` tokens, more than fit, that was cut to ``kept_tokens`` tokens."""
+        self.cut_tokens += length - kept_tokens
         key = str(round_length(length))
         self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1
 
@@ -177,11 +177,11 @@ class ReadFindings:
         """Whether the next bad row's reason would be kept; finding its line takes time."""
         return len(self.first_bad) < _MAX_SHOWN_BAD_ROWS
 
-    def count_bad_row(self, why: str) -> None:
+    def count_bad_row(self, problem: str) -> None:
         """Count a bad row."""
         self.num_bad += 1
         if self.has_room_for_bad_row:
-            self.first_bad.append(why)
+            self.first_bad.append(problem)
 
     def note_columns(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Add names of columns that were read, or were not."""

@@ -77,7 +77,7 @@ def _list_entries(folder: str | Path) -> list[os.DirEntry[str]] | None:
 
 
 CARD_FILE = "README.md"
-FindHeldOut = Callable[[Sequence[Path]], list[Path]]
+FindHeldOutFiles = Callable[[Sequence[Path]], list[Path]]
 _MAX_NAMES = 5
 
 
@@ -104,7 +104,7 @@ class Configuration:
 
 
 def choose_train_files(
-    folder: Path, find_held_out: FindHeldOut
+    folder: Path, find_held_out: FindHeldOutFiles
 ) -> tuple[list[Path], dict[Path, str]] | None:
     """Return the files to train on according to the folder's card, and why each other file that
     the card names is not among them; None if there is no card, or it names no file that is here.
@@ -155,7 +155,7 @@ def _choose_split(splits: dict[str, list[Path]]) -> str:
     return "train" if "train" in filled else filled[0]
 
 
-def _find_configurations(folder: Path, find_held_out: FindHeldOut) -> Iterator[Configuration]:
+def _find_configurations(folder: Path, find_held_out: FindHeldOutFiles) -> Iterator[Configuration]:
     configs = _read_header(folder / CARD_FILE).get("configs")
     for config in configs if isinstance(configs, list) else []:
         if not isinstance(config, dict):

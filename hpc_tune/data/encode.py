@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, RenderedText, Renderer
 from hpc_tune.data.counts import ANSWER_BEYOND_SEQ_LEN, Counters
@@ -23,7 +23,7 @@ from hpc_tune.data.hdf5_format import TokensAndMask
 from hpc_tune.data.preferences import (
     LabeledAnswers,
     PreferencePair,
-    find_first_learned,
+    find_first_learned_answer,
     swap_answer,
 )
 from hpc_tune.data.reading import Row
@@ -31,7 +31,7 @@ from hpc_tune.data.records import Chat, Completion, Example, Text, Tokens
 from hpc_tune.data.tokenizer import (
     FastTokenizer,
     num_ids,
-    require_fast,
+    require_fast_tokenizer,
     splits_special_tokens,
     tokenizer_name,
 )
@@ -44,7 +44,7 @@ from hpc_tune.errors import DataError
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
 # This close to the end of a cut text, its tokens may differ from the whole text's.
-CUT_MARGIN_CHARS = 4096
+TRUNCATION_MARGIN_CHARS = 4096
 
 
 class Encoder:
@@ -52,7 +52,7 @@ class Encoder:
 
     def __init__(self, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn) -> None:
         """Take a fast tokenizer; its truncation and padding are switched off."""
-        self._backend = require_fast(tokenizer).backend_tokenizer
+        self._backend = require_fast_tokenizer(tokenizer).backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._num_ids, self._name = num_ids(tokenizer), tokenizer_name(tokenizer)
@@ -113,7 +113,7 @@ class Encoder:
     def tokenize(self, rendered: list[RenderedText]) -> list[TokensAndMask]:
         """Return tokens and loss mask of each whole text. All texts are chats, or none is."""
         encodings = self._encode_batch(
-            [i.text for i in rendered], self._special_tokens_are_text(rendered[0])
+            [i.text for i in rendered], self._takes_special_tokens_as_text(rendered[0])
         )
         return [
             self._add_mask(item, *self._tokenize_chat(item, encoding))
@@ -121,7 +121,7 @@ class Encoder:
         ]
 
     def _encode_token_ids(self, example: Tokens) -> Iterator[Block]:
-        for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
+        for number in (example.token_ids.min(initial=0), example.token_ids.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
                     f"{example.where}: it has the token {number}, but the tokenizer {self._name} "
@@ -130,7 +130,7 @@ class Encoder:
                 )
         learned = RenderedText("", None, split=True)
         yield from self._make_block(
-            self._split_plain_text(learned, example.numbers.astype(self._dtype))
+            self._split_plain_text(learned, example.token_ids.astype(self._dtype))
         )
 
     def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[RenderedText | Tokens]:
@@ -149,7 +149,7 @@ class Encoder:
                     weights=() if example.weight == 1 else (example.weight,),
                 )
             elif isinstance(rendered := self._renderer.render(example), str):
-                self.counters.count_dropped(rendered)
+                self.counters.count_dropped_example(rendered)
             else:
                 yield rendered
 
@@ -158,8 +158,8 @@ class Encoder:
         short: list[RenderedText] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
-                as_text = self._special_tokens_are_text(item)
-                if short and self._special_tokens_are_text(short[0]) != as_text:
+                specials_are_text = self._takes_special_tokens_as_text(item)
+                if short and self._takes_special_tokens_as_text(short[0]) != specials_are_text:
                     yield from self._encode_short_texts(short)
                     short = []
                 short.append(item)
@@ -169,29 +169,29 @@ class Encoder:
             yield from self._make_block(self._split_plain_text(item, self._encode_long_text(item)))
         yield from self._encode_short_texts(short)
 
-    def _special_tokens_are_text(self, item: RenderedText) -> bool:
+    def _takes_special_tokens_as_text(self, item: RenderedText) -> bool:
         """Whether special tokens in a text are tokenized as text; a template's never are."""
         return item.is_plain and self._splits_special_tokens
 
-    def _encode_batch(self, texts: list[str], as_text: bool) -> list[Any]:
-        self._backend.encode_special_tokens = as_text
+    def _encode_batch(self, texts: list[str], specials_are_text: bool) -> list[Any]:
+        self._backend.encode_special_tokens = specials_are_text
         encodings: list[Any] = self._backend.encode_batch(texts, add_special_tokens=False)
         self._backend.encode_special_tokens = False
         return encodings
 
     def _encode_long_text(self, item: RenderedText) -> np.ndarray:
-        parts, texts = [], _cut_text(item.text)
+        parts, texts = [], _split_text(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
-            for encoding in self._encode_batch(batch, self._special_tokens_are_text(item)):
+            for encoding in self._encode_batch(batch, self._takes_special_tokens_as_text(item)):
                 parts.append(np.array(encoding.ids, dtype=self._dtype))
         ids = np.concatenate(parts)
-        bos, eos = self._missing_bos_eos(item, ids)
+        bos, eos = self._missing_bos_eos_ids(item, ids)
         return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
 
     def _encode_short_texts(self, rendered: list[RenderedText]) -> Iterator[Block]:
         if not rendered:
             return
-        heads = [self._cut_long_chat(item) for item in rendered]
+        heads = [self._truncate_long_chat(item) for item in rendered]
         documents: list[TokensAndMask] = []
         for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
             # If the rest was not tokenized, its length is estimated from the characters per token.
@@ -199,11 +199,11 @@ class Encoder:
             documents += (
                 self._split_plain_text(head, tokens)
                 if head.split
-                else self._cut_at_seq_len(head, tokens, mask, whole_length)
+                else self._truncate_to_seq_len(head, tokens, mask, whole_length)
             )
         yield from self._make_block(documents)
 
-    def _cut_long_chat(self, item: RenderedText) -> RenderedText:
+    def _truncate_long_chat(self, item: RenderedText) -> RenderedText:
         """Return the part of a long chat that its first ``seq_len`` tokens come from.
 
         The rest is cut off in any case, and its tokens would take 400 bytes of memory each.
@@ -211,9 +211,12 @@ class Encoder:
         size = BATCH_CHARS
         while not item.split and len(item.text) > size:
             head = replace(item, text=item.text[:size])
-            (encoding,) = self._encode_batch([head.text], self._special_tokens_are_text(head))
+            (encoding,) = self._encode_batch([head.text], self._takes_special_tokens_as_text(head))
             ids, offsets = self._tokenize_chat(head, encoding)
-            if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - CUT_MARGIN_CHARS:
+            if (
+                len(ids) > self._seq_len
+                and offsets[self._seq_len][1] < size - TRUNCATION_MARGIN_CHARS
+            ):
                 return head
             size *= 2
         return item
@@ -259,7 +262,7 @@ class Encoder:
         alone = self._backend.encode(text, add_special_tokens=False)
         return alone.ids, alone.offsets
 
-    def _missing_bos_eos(self, item: RenderedText, ids: Any) -> tuple[list[int], list[int]]:
+    def _missing_bos_eos_ids(self, item: RenderedText, ids: Any) -> tuple[list[int], list[int]]:
         """Return the BOS and EOS tokens that a text lacks; count its other special tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
@@ -271,7 +274,7 @@ class Encoder:
         return bos, self._eos if item.eos and not brings_eos else []
 
     def _add_mask(self, item: RenderedText, ids: list[int], offsets: list[Span]) -> TokensAndMask:
-        bos, eos = self._missing_bos_eos(item, ids)
+        bos, eos = self._missing_bos_eos_ids(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
         mask = _full_mask(item, len(whole))
         if item.spans is not None and ids:
@@ -297,27 +300,27 @@ class Encoder:
         if len(pieces[-1]) < 2:
             pieces.pop()
             if not pieces:
-                self.counters.count_dropped("empty text")
+                self.counters.count_dropped_example("empty text")
         masks = [_full_mask(item, len(piece)) for piece in pieces]
         for mask in masks:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
 
-    def _cut_at_seq_len(
+    def _truncate_to_seq_len(
         self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole_length: int
     ) -> list[TokensAndMask]:
         """Cut an example of ``whole_length`` tokens to fit; drop it if no learned token is left."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
-            self.counters.count_dropped("empty answer")
+            self.counters.count_dropped_example("empty answer")
             return []
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
-                self.counters.count_dropped(ANSWER_BEYOND_SEQ_LEN)
-                self.counters.note_cut(whole_length, 0)
+                self.counters.count_dropped_example(ANSWER_BEYOND_SEQ_LEN)
+                self.counters.count_truncation(whole_length, 0)
                 return []
             self.counters.truncated += 1
-            self.counters.note_cut(whole_length, self._seq_len)
+            self.counters.count_truncation(whole_length, self._seq_len)
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
     def _make_block(self, documents: list[TokensAndMask]) -> Iterator[Block]:
@@ -343,7 +346,7 @@ def _full_mask(item: RenderedText, length: int) -> np.ndarray:
     return np.ones(length, dtype=np.uint8)
 
 
-def _cut_text(text: str) -> Iterator[str]:
+def _split_text(text: str) -> Iterator[str]:
     """Cut a long text, at line ends or else at spaces, into parts for the tokenizer."""
     at, size = 0, max(BATCH_CHARS // PARTS_PER_BATCH, 1)
     while at < len(text):
@@ -366,9 +369,9 @@ def _cut_text(text: str) -> Iterator[str]:
 # The sides of a labeled answer are never in one row, and each is cut by itself.
 
 
-_SAME_ANSWERS = "the two answers are the same to the model"
-_OTHER_PROMPT = "the prompt has other tokens before one answer than before the other"
-_ANSWERS_TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
+_SAME_ANSWERS_REASON = "the two answers are the same to the model"
+_PROMPT_MISMATCH_REASON = "the prompt has other tokens before one answer than before the other"
+_LONG_ANSWERS_REASON = "the answers leave no room in seq_len for a token of the prompt"
 
 
 @dataclass(frozen=True)
@@ -394,10 +397,10 @@ class PreferenceEncoder:
                 " data.loss_on=answers"
             )
         self._seq_len, self._bos = seq_len, tokenizer.bos_token_id
-        self._own = Encoder(tokenizer, seq_len, loss_on)
+        self._own_encoder = Encoder(tokenizer, seq_len, loss_on)
         # Its counters are not used: another row's answer is counted with that row.
-        self._others = Encoder(tokenizer, seq_len, loss_on)
-        self.counters: Counters = self._own.counters
+        self._other_encoder = Encoder(tokenizer, seq_len, loss_on)
+        self.counters: Counters = self._own_encoder.counters
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Block]:
         """Yield blocks; a labeled answer is joined with an answer of the next row that has another
@@ -408,8 +411,8 @@ class PreferenceEncoder:
         """
         held: list[_RenderedSides] = []
         num_chars = 0
-        for row, following in _pair_with_next_prompt(rows):
-            for item in self._render_row(row, following):
+        for row, next_row in _pair_with_next_prompt(rows):
+            for item in self._render_row(row, next_row):
                 held.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
             if num_chars >= BATCH_CHARS:
@@ -417,8 +420,8 @@ class PreferenceEncoder:
                 held, num_chars = [], 0
         yield from self._make_block(held)
 
-    def _render_row(self, row: Row, following: Row | None) -> Iterator[_RenderedSides]:
-        """Render a row; ``following`` gives the mismatched answers if the row is labeled."""
+    def _render_row(self, row: Row, next_row: Row | None) -> Iterator[_RenderedSides]:
+        """Render a row; ``next_row`` gives the mismatched answers if the row is labeled."""
         if isinstance(row, PreferencePair):
             self.counters.examples += 1
             chosen = self._render(row.chosen)
@@ -427,7 +430,7 @@ class PreferenceEncoder:
             return
         assert isinstance(row, LabeledAnswers), "rows of preferences are pairs or labeled answers"
         self.counters.unpaired += len(row.answers) > 1
-        others = following.answers if isinstance(following, LabeledAnswers) else ()
+        others = next_row.answers if isinstance(next_row, LabeledAnswers) else ()
         for number, (answer, label) in enumerate(zip(row.answers, row.labels, strict=True)):
             self.counters.examples += 1
             if (own := self._render(answer)) is None:
@@ -435,30 +438,30 @@ class PreferenceEncoder:
             sides = [own]
             if others:
                 other = others[min(number, len(others) - 1)]
-                rendered = self._others.render(swap_answer(answer, other))
+                rendered = self._other_encoder.render(swap_answer(answer, other))
                 sides += [] if isinstance(rendered, str) else [rendered]
             yield _RenderedSides(tuple(sides), label)
 
     def _render(self, answer: Chat | Completion) -> RenderedText | None:
         """Render a side; count it and return None if it cannot be used."""
-        rendered = self._own.render(answer)
+        rendered = self._own_encoder.render(answer)
         self.counters.marked_answers = 0  # earlier turns are never learned: nothing to report
         if not isinstance(rendered, str):
             return rendered
-        self.counters.count_dropped(rendered)
+        self.counters.count_dropped_example(rendered)
         return None
 
     def _make_block(self, items: list[_RenderedSides]) -> Iterator[Block]:
         """Yield the documents of some items as one block."""
         texts = [side for item in items for side in item.sides]
-        sides = iter(self._own.tokenize(texts) if texts else [])
+        sides = iter(self._own_encoder.tokenize(texts) if texts else [])
         documents, labels = [], []
         for item in items:
             whole = [next(sides) for _ in item.sides]
             is_pair = item.label is None
-            fitting = self._fit_pair(whole) if is_pair else self._fit_labeled_answer(whole)
-            if fitting:
-                documents.append(fitting)
+            fitted_sides = self._fit_pair(whole) if is_pair else self._fit_labeled_answer(whole)
+            if fitted_sides:
+                documents.append(fitted_sides)
                 labels.append(item.label)
         if not documents:
             return
@@ -480,41 +483,43 @@ class PreferenceEncoder:
 
     def _fit_pair(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:
         """Return the sides of a pair, cut to fit; count it and return none if they do not fit."""
-        why = _why_unfit(sides)
-        fitting = None if why else self._fit_sides(sides)
-        if fitting is None:
-            self._count_dropped(sides, why)
+        reason = _find_drop_reason(sides)
+        fitted_sides = None if reason else self._fit_sides(sides)
+        if fitted_sides is None:
+            self._count_dropped_sides(sides, reason)
             return []
-        self._note_cut(sides, fitting)
-        return fitting
+        self._count_truncation(sides, fitted_sides)
+        return fitted_sides
 
     def _fit_labeled_answer(self, sides: list[TokensAndMask]) -> list[TokensAndMask]:
         """Return the sides of a labeled answer, cut to fit; only its own if the other does not."""
         own, other = sides[:1], sides[1:]
-        why = _why_unfit(own)
-        fitting = None if why else self._fit_sides(own)
-        if fitting is None:
-            self._count_dropped(own, why)
+        reason = _find_drop_reason(own)
+        fitted_sides = None if reason else self._fit_sides(own)
+        if fitted_sides is None:
+            self._count_dropped_sides(own, reason)
             return []
-        self._note_cut(own, fitting)
-        is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME_ANSWERS)
+        self._count_truncation(own, fitted_sides)
+        is_comparable = bool(other) and _find_drop_reason(sides) in (None, _SAME_ANSWERS_REASON)
         fitting_other = self._fit_sides(other) if is_comparable else None
         if fitting_other is None:
             self.counters.unmatched += 1
-            return fitting
-        self.counters.cut_others += _is_cut(fitting_other, other)
-        return fitting + fitting_other
+            return fitted_sides
+        self.counters.cut_others += _is_truncated(fitting_other, other)
+        return fitted_sides + fitting_other
 
-    def _count_dropped(self, sides: list[TokensAndMask], why: str | None) -> None:
-        """Count sides that cannot be used; without ``why``, because they do not fit."""
-        self.counters.count_dropped(why or _ANSWERS_TOO_LONG)
-        if why is None:
-            self.counters.note_cut(_num_tokens(sides), 0)
+    def _count_dropped_sides(self, sides: list[TokensAndMask], reason: str | None) -> None:
+        """Count sides that cannot be used; without ``reason``, because they do not fit."""
+        self.counters.count_dropped_example(reason or _LONG_ANSWERS_REASON)
+        if reason is None:
+            self.counters.count_truncation(_num_tokens(sides), 0)
 
-    def _note_cut(self, sides: list[TokensAndMask], fitting: list[TokensAndMask]) -> None:
-        if _is_cut(fitting, sides):
+    def _count_truncation(
+        self, sides: list[TokensAndMask], fitted_sides: list[TokensAndMask]
+    ) -> None:
+        if _is_truncated(fitted_sides, sides):
             self.counters.cut_prompts += 1
-            self.counters.note_cut(_num_tokens(sides), _num_tokens(fitting))
+            self.counters.count_truncation(_num_tokens(sides), _num_tokens(fitted_sides))
 
     def _fit_sides(self, sides: list[TokensAndMask]) -> list[TokensAndMask] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
@@ -537,7 +542,7 @@ class PreferenceEncoder:
 
 
 def make_encoder(
-    form: Form, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn
+    form: DataForm, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn
 ) -> Encoder | PreferenceEncoder:
     """Return the encoder that turns rows of ``form`` into blocks."""
     if form == "answers":
@@ -545,15 +550,15 @@ def make_encoder(
     return PreferenceEncoder(tokenizer, seq_len, loss_on)
 
 
-def _is_cut(fitting: list[TokensAndMask], sides: list[TokensAndMask]) -> bool:
-    return len(fitting[0][0]) < len(sides[0][0])
+def _is_truncated(fitted_sides: list[TokensAndMask], sides: list[TokensAndMask]) -> bool:
+    return len(fitted_sides[0][0]) < len(sides[0][0])
 
 
 def _num_tokens(sides: list[TokensAndMask]) -> int:
     return sum(len(tokens) for tokens, _ in sides)
 
 
-def _why_unfit(sides: list[TokensAndMask]) -> str | None:
+def _find_drop_reason(sides: list[TokensAndMask]) -> str | None:
     """Return why sides cannot be compared; None if they can."""
     if not all(mask.any() for _, mask in sides):
         return "empty answer"
@@ -561,9 +566,9 @@ def _why_unfit(sides: list[TokensAndMask]) -> str | None:
     prompt = int(np.argmax(mask))
     for other, other_mask in others:
         if int(np.argmax(other_mask)) != prompt or (other[:prompt] != tokens[:prompt]).any():
-            return _OTHER_PROMPT
+            return _PROMPT_MISMATCH_REASON
         if np.array_equal(tokens, other):
-            return _SAME_ANSWERS
+            return _SAME_ANSWERS_REASON
     return None
 
 
@@ -580,8 +585,8 @@ def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | Non
         yield from ((row, group[0]) for row in last)
         last = group
     others = (one[0] for one in first_two if _prompt_key(one[0]) != _prompt_key(last[0]))
-    following = next(others, None)
-    yield from ((row, following) for row in last)
+    next_row = next(others, None)
+    yield from ((row, next_row) for row in last)
 
 
 def _prompt_key(row: Row) -> Any:
@@ -591,4 +596,4 @@ def _prompt_key(row: Row) -> Any:
     answer = row.answers[0]
     if isinstance(answer, Completion):
         return answer.prompt, answer.system, answer.history
-    return answer.messages[: find_first_learned(answer)], answer.tools
+    return answer.messages[: find_first_learned_answer(answer)], answer.tools

@@ -19,13 +19,13 @@ from typing import Literal
 
 from hpc_tune.data.dataset_card import choose_train_files, glob_files
 from hpc_tune.errors import DataError
-from hpc_tune.files import why_pointer_file
+from hpc_tune.files import explain_pointer_file
 from hpc_tune.hub_cache import (
     PREFIXES,
     choose_snapshot,
     identity_path,
     is_repo_cache,
-    not_in_cache_hint,
+    missing_snapshot_hint,
     refuse_several_revisions,
 )
 from hpc_tune.units import list_some
@@ -56,7 +56,7 @@ _SPLIT_NAME = re.compile(
 # How the hub names a file: the split, and which of how many.
 _HUB_FILE_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 # One part of several: train-00000-of-00003.parquet, c4-train.00000-of-01024.json.gz.
-_PART_NAME = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
+_SHARD_NAME = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|contributing|code_of_conduct|"
@@ -121,7 +121,7 @@ def find_files(paths: Paths) -> FoundFiles:
     refuse_several_revisions(files)
     seen: set[Path] = set()
     for file in files:
-        if why := why_pointer_file(file):
+        if why := explain_pointer_file(file):
             raise DataError(why)
         if (resolved := identity_path(file)) in seen:
             raise DataError(
@@ -140,7 +140,7 @@ def describe_read_files(found: FoundFiles) -> str:
     return f"reads {len(found.files):,} files: {_join_names(found.files)}"
 
 
-def describe_left_out(found: FoundFiles) -> Iterator[str]:
+def describe_skipped_files(found: FoundFiles) -> Iterator[str]:
     """Yield a line for each reason why files are not read."""
     for why in sorted({why for _, why in found.left_out}):
         files = sorted((f for f, reason in found.left_out if reason == why), key=str)
@@ -160,7 +160,7 @@ def _find_source_files(name: str) -> FoundFiles:
     path = of_megatron or Path(name)
     if not path.exists() and glob.has_magic(name):
         return _find_by_glob(name, [Path(match) for match in glob_files(name)])
-    if why := why_pointer_file(path):
+    if why := explain_pointer_file(path):
         raise DataError(why)
     if not path.exists():
         raise DataError(f"there is no data at {name}{_advise_instead(name) or _suggest_near(path)}")
@@ -188,12 +188,12 @@ def _find_megatron_data(path: Path) -> Path | None:
     return data if megatron_index_path(data).is_file() else None
 
 
-def _find_by_glob(name: str, matched: Sequence[Path]) -> FoundFiles:
+def _find_by_glob(name: str, matches: Sequence[Path]) -> FoundFiles:
     """Return the files that a pattern matches, without those that are not data."""
-    folders = [_find_in_folder(path) for path in matched if path.is_dir()]
-    files, left_out = _split_by_known_kind(path for path in matched if path.is_file())
+    folders = [_find_in_folder(path) for path in matches if path.is_dir()]
+    files, left_out = _split_by_known_kind(path for path in matches if path.is_file())
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
-    held_out = _find_held_out(files, Path(*fixed))
+    held_out = _find_held_out_files(files, Path(*fixed))
     kept = [file for file in files if file not in held_out]
     kept += [file for folder in folders for file in folder.files]
     if not kept:
@@ -220,17 +220,17 @@ def _find_in_folder(folder: Path) -> FoundFiles:
     if not files:
         beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
         raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{beside}")
-    by_card = choose_train_files(folder, lambda named: _find_held_out(named, folder))
+    by_card = choose_train_files(folder, lambda named: _find_held_out_files(named, folder))
     if by_card is not None and set(by_card[0]) <= set(files):
         kept, others = by_card
         beside = "not named by the dataset's card"
         unread = [(f, others.get(f, beside)) for f in files if f not in kept]
     else:
-        held_out = _find_held_out(files, folder)
+        held_out = _find_held_out_files(files, folder)
         kept = [file for file in files if file not in held_out]
         _require_one_configuration(folder, kept)
         unread = [(file, _HELD_OUT_REASON) for file in held_out]
-    _require_all_parts(folder, kept)
+    _require_all_shards(folder, kept)
     _refuse_copies(folder, kept)
     kinds = {str(find_kind(file)): file for file in kept}
     if len(kinds) > 1:
@@ -256,7 +256,7 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
     for entry in broken:
         where = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
-        raise DataError(why_pointer_file(entry) or where)
+        raise DataError(explain_pointer_file(entry) or where)
     for entry in inner:
         if is_repo_cache(entry):
             raise DataError(
@@ -328,7 +328,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
     return data, others
 
 
-def _find_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
+def _find_held_out_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Return held-out files such as test-00000-of-00001.parquet, if others are beside them."""
     on_hub = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
     if "train" in on_hub.values():
@@ -362,7 +362,7 @@ def _require_one_configuration(folder: Path, files: Sequence[Path]) -> None:
         )
 
 
-def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
+def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
     """Refuse a folder that lacks parts of a numbered set of files, or has two such sets.
 
     Raises:
@@ -370,7 +370,7 @@ def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
     """
     sets: dict[tuple[Path, str], dict[str, dict[int, Path]]] = {}
     for file in files:
-        if m := _PART_NAME.match(file.name):
+        if m := _SHARD_NAME.match(file.name):
             parts = sets.setdefault((file.parent, m["of"]), {}).setdefault(m["total"], {})
             parts[int(m["number"])] = file
     for several in sets.values():
@@ -435,7 +435,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
         # Only file names are used: nothing outside the folder is read.
         files = tuple(path / Path(entry["filename"]).name for entry in content["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if why := why_pointer_file(path / index):
+        if why := explain_pointer_file(path / index):
             raise DataError(why) from None
         raise DataError(
             f"{path} looks like a dataset saved by save_to_disk, but its {index} cannot be read "
@@ -455,7 +455,7 @@ def _advise_instead(name: str) -> str:
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
     if is_hub or "://" in name:
         return (
-            f"{not_in_cache_hint(name, 'dataset')}; a run downloads nothing, because compute nodes "
+            f"{missing_snapshot_hint(name, 'dataset')}; a run downloads nothing, because compute nodes "
             "have no internet. Fetch data on the login node (from the Hugging Face hub: hf "
             "download --repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )

@@ -47,12 +47,12 @@ from typing import Any, BinaryIO, get_type_hints
 import h5py
 import numpy as np
 
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import KNOWN_KINDS_TEXT, Paths, join_paths
 from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
-from hpc_tune.files import why_pointer_file
+from hpc_tune.files import explain_pointer_file
 
 # -- The seal at the end of a file of prepared data: a checksum of everything but the datasets.
 #
@@ -152,7 +152,7 @@ VERSION = 4
 PAIR_VERSION, WEIGHT_VERSION, LABEL_VERSION = 5, 6, 7
 _ANSWER_VERSIONS = (VERSION, WEIGHT_VERSION)
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
+PREPARE_AGAIN_ADVICE = "prepare it again with: python -m hpc_tune prepare"
 
 # What h5py raises if a file's structure is damaged.
 _HDF5_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
@@ -165,13 +165,13 @@ _DTYPES = {
     "lengths/counts": ("int64",),
 }
 # Additional datasets of each form.
-FORM_DATASETS: dict[Form, dict[str, tuple[str, ...]]] = {
+FORM_DATASETS: dict[DataForm, dict[str, tuple[str, ...]]] = {
     "answers": {},
     "pairs": {"documents/borders": ("int64",)},
     "labels": {"documents/borders": ("int64",), "documents/labels": ("uint8",)},
 }
 WEIGHT_DATASETS = {"loss_weights": ("float32",)}  # of files with weights
-_FORM_NAMES: dict[Form, str] = {
+_FORM_NAMES: dict[DataForm, str] = {
     "answers": "answers to learn",
     "pairs": "pairs of a chosen and a rejected answer",
     "labels": "answers with labels",
@@ -198,7 +198,7 @@ class Attributes:
     source: str
     counters: Counters = field(default_factory=Counters)
     hpc_tune_version: str
-    form: Form = "answers"
+    form: DataForm = "answers"
 
     @property
     def has_weights(self) -> bool:
@@ -235,7 +235,7 @@ class _OpenFile:
         if len(data) < num_bytes:
             raise DataError(
                 f"{self._path} was cut off while it was in use: it ends before byte "
-                f"{place + num_bytes:,}. Copy it again, or {PREPARE_AGAIN}"
+                f"{place + num_bytes:,}. Copy it again, or {PREPARE_AGAIN_ADVICE}"
             )
         return data
 
@@ -250,12 +250,16 @@ class Column:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, at: int | slice) -> Any:
-        start, stop, step = at.indices(self._length) if isinstance(at, slice) else (at, at + 1, 1)
+    def __getitem__(self, position: int | slice) -> Any:
+        start, stop, step = (
+            position.indices(self._length)
+            if isinstance(position, slice)
+            else (position, position + 1, 1)
+        )
         size, num = self.dtype.itemsize, max(stop - start, 0)
         assert step == 1, "only what lies together is read"
         values = np.frombuffer(self._file.read(self._offset + start * size, num * size), self.dtype)
-        return values if isinstance(at, slice) else values[0]
+        return values if isinstance(position, slice) else values[0]
 
 
 class TokenStore:
@@ -269,10 +273,10 @@ class TokenStore:
         self.loss_mask = columns["loss_mask"]
         self.loss_weights = columns.get("loss_weights")
         self.offsets = columns["documents/offsets"]
-        self.by_length = columns["documents/by_length"]
+        self.documents_by_length = columns["documents/by_length"]
         self.length_values: np.ndarray = columns["lengths/values"][:]
         self.length_counts: np.ndarray = columns["lengths/counts"][:]
-        self.form: Form = attributes.form
+        self.form: DataForm = attributes.form
         self.borders = columns.get("documents/borders")
         self.labels = columns.get("documents/labels")
 
@@ -294,17 +298,19 @@ class TokenStore:
                 places = {name: _find_dataset(path, opened, name, kinds[name]) for name in kinds}
         except _HDF5_ERRORS as error:
             raise DataError(
-                f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN}"
+                f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN_ADVICE}"
             ) from error
         file = _OpenFile(path)
-        store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
+        store = cls(
+            path, attributes, {name: Column(file, *position) for name, position in places.items()}
+        )
         store._require_consistent()
         return store
 
     @property
     def num_documents(self) -> int:
         """The number of documents in the file."""
-        return len(self.by_length)
+        return len(self.documents_by_length)
 
     @property
     def num_tokens(self) -> int:
@@ -333,7 +339,7 @@ class TokenStore:
         lengths = np.diff(self.offsets[start : stop + 1])
         return compute_packed_lengths(lengths, None if borders is None else borders[start:stop])
 
-    def longest_side(self) -> int:
+    def longest_side_tokens(self) -> int:
         """Return the number of tokens in the longest side, that is the longest text, of the file.
 
         Raises:
@@ -355,7 +361,7 @@ class TokenStore:
             return [(tokens, mask)]
         return split_sides(tokens, mask, int(self.borders[document]))
 
-    def require_form(self, form: Form) -> None:
+    def require_form(self, form: DataForm) -> None:
         """Check that the file was prepared for ``form``.
 
         Raises:
@@ -382,7 +388,7 @@ class TokenStore:
                 f" model's tokenizer is {tokenizer_name(tokenizer)} ({fingerprint[:12]}, "
                 f"{num_ids(tokenizer)} tokens); vocabulary, special tokens and chat template must "
                 "be the same. Set model.path or data.chat_template to what it was made with, or "
-                f"{PREPARE_AGAIN}"
+                f"{PREPARE_AGAIN_ADVICE}"
             )
 
     def require_embeddings(self, rows: int, name: str) -> None:
@@ -429,7 +435,7 @@ class TokenStore:
             if not is_right
         ]
         if wrong:
-            raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
+            raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN_ADVICE}")
 
 
 def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[TokensAndMask]:
@@ -455,8 +461,8 @@ def find_prepared_files(source: Paths, folders: Iterable[Path]) -> list[Path]:
 
 def _require_format(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
-    if why := why_pointer_file(path):
+        raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN_ADVICE}")
+    if why := explain_pointer_file(path):
         raise DataError(why)
     with path.open("rb") as file:
         start = file.read(len(HDF5_MAGIC))
@@ -469,7 +475,7 @@ def _require_format(path: Path) -> None:
     if not intact:
         raise DataError(
             f"{path} is not as `prepare` wrote it: cut off or damaged since, or written by another"
-            f" program or by an earlier hpc_tune. Copy it again, or {PREPARE_AGAIN}"
+            f" program or by an earlier hpc_tune. Copy it again, or {PREPARE_AGAIN_ADVICE}"
         )
 
 
@@ -479,14 +485,14 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     if version not in (*_ANSWER_VERSIONS, PAIR_VERSION, LABEL_VERSION):
         raise DataError(
             f"{path} has version {version} of the format, this hpc_tune reads "
-            f"versions {VERSION} to {LABEL_VERSION}; {PREPARE_AGAIN}"
+            f"versions {VERSION} to {LABEL_VERSION}; {PREPARE_AGAIN_ADVICE}"
         )
     if version == PAIR_VERSION and attributes.get("form") == "labels":
         raise DataError(
             f"{path} has answers with labels in version {version} of the format, whose prompts an "
             "earlier hpc_tune cut to make room for the answers of other rows; this one reads "
             f"version {LABEL_VERSION}. A run that was trained on it cannot be resumed: "
-            f"{PREPARE_AGAIN}, and train in another run.dir"
+            f"{PREPARE_AGAIN_ADVICE}, and train in another run.dir"
         )
     if version in _ANSWER_VERSIONS:
         attributes["form"] = "answers"
@@ -500,7 +506,9 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
             raise ValueError(f"version {version} of a file of version {found.version}")
         return found
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
+        raise DataError(
+            f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN_ADVICE}"
+        ) from error
 
 
 def _find_dataset(
@@ -511,23 +519,23 @@ def _find_dataset(
     for part in name.split("/"):
         link = dataset.get(part, getlink=True) if isinstance(dataset, h5py.Group) else None
         if link is None:
-            raise DataError(f"{path} has no dataset {name}; {PREPARE_AGAIN}")
+            raise DataError(f"{path} has no dataset {name}; {PREPARE_AGAIN_ADVICE}")
         if not isinstance(link, h5py.HardLink):
             raise DataError(
                 f"{path}: {name} is a {type(link).__name__} to another place; prepared data is one"
-                f" self-contained file; {PREPARE_AGAIN}"
+                f" self-contained file; {PREPARE_AGAIN_ADVICE}"
             )
         dataset = dataset[part]
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
-        raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN}")
+        raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN_ADVICE}")
     offset = dataset.id.get_offset()
     if dataset.dtype.name not in dtypes or dataset.dtype.byteorder == ">":
         raise DataError(
-            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(dtypes)}; {PREPARE_AGAIN}"
+            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(dtypes)}; {PREPARE_AGAIN_ADVICE}"
         )
     if dataset.external or dataset.is_virtual or dataset.chunks or offset is None:
         raise DataError(
             f"{path}: {name} is stored in chunks, compressed, or in another file; it must be"
-            f" contiguous. Was the file repacked? {PREPARE_AGAIN}"
+            f" contiguous. Was the file repacked? {PREPARE_AGAIN_ADVICE}"
         )
     return offset, dataset.dtype, dataset.size

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.counts import round_length
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.order import ORDER_VERSION, SampleOrder
@@ -48,11 +48,11 @@ class Prefetcher:
     def __init__(self, build: BuildStep, limit: int, step_bytes: int) -> None:
         """Begin at row 0; the thread starts with the first ``take``."""
         self._build, self._limit, self._step_bytes = build, limit, step_bytes
-        self._building = threading.Lock()
-        self._changed = threading.Condition()
+        self._build_lock = threading.Lock()
+        self._condition = threading.Condition()
         # Guarded by _changed. The queue holds the steps up to row _next without a gap.
         self._queue: deque[tuple[int, list[Batch], int]] = deque()
-        self._queued_bytes = self._next = self._generation = 0
+        self._queued_bytes = self._next_row = self._generation = 0
         self._is_at_end = self._is_closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -62,55 +62,55 @@ class Prefetcher:
 
         An error of ``build`` in the thread is raised here.
         """
-        with self._changed:
+        with self._condition:
             while self._error is None and not self._queue and self._step_bytes <= self._limit:
                 if self._is_at_end or self._is_closed:
                     break
                 self._start_thread()
-                self._changed.wait(CLOSE_TIMEOUT_S)
+                self._condition.wait(CLOSE_TIMEOUT_S)
             if self._error is not None:
                 raise self._error
             if self._queue:
                 row, batches, num_bytes = self._queue.popleft()
                 assert row == start, f"prefetched the step from row {row}, asked for row {start}"
                 self._queued_bytes -= num_bytes
-                self._changed.notify_all()
+                self._condition.notify_all()
                 return batches
-        with self._building:
+        with self._build_lock:
             built = self._build(start)
         assert built is not None, f"row {start} is after the end of the stream"
-        with self._changed:
-            self._next = built[1]
+        with self._condition:
+            self._next_row = built[1]
         return built[0]
 
     def restart(self, start: int) -> None:
         """Discard the queue and continue at ``start``."""
-        with self._changed:
+        with self._condition:
             self._queue.clear()
-            self._queued_bytes, self._next = 0, start
+            self._queued_bytes, self._next_row = 0, start
             self._is_at_end, self._error = False, None
             self._generation += 1
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def set_limit_bytes(self, limit: int) -> None:
         """Change the budget; the steps farthest ahead are discarded first."""
-        with self._changed:
+        with self._condition:
             self._limit = limit
             while self._queue and self._queued_bytes > limit:
-                self._next, _, num_bytes = self._queue.pop()
+                self._next_row, _, num_bytes = self._queue.pop()
                 self._queued_bytes -= num_bytes
                 self._is_at_end = False
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """End the thread and discard the queue; later steps are built when they are asked for."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
-        self.restart(self._queue[0][0] if self._queue else self._next)
+        self.restart(self._queue[0][0] if self._queue else self._next_row)
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -122,24 +122,24 @@ class Prefetcher:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._condition:
                 while not self._is_closed and (
                     self._is_at_end or self._error is not None or not self._has_room()
                 ):
-                    self._changed.wait()
+                    self._condition.wait()
                 if self._is_closed:
                     return
-                start, generation = self._next, self._generation
+                start, generation = self._next_row, self._generation
             built, error = None, None
             try:
-                with self._building:
+                with self._build_lock:
                     built = self._build(start)
             except BaseException as caught:  # handed to the thread that asks for the step
                 error = caught
-            with self._changed:
-                if generation == self._generation and self._next == start and self._has_room():
+            with self._condition:
+                if generation == self._generation and self._next_row == start and self._has_room():
                     self._queue_step(start, built, error)
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _queue_step(
         self, start: int, built: tuple[list[Batch], int] | None, error: BaseException | None
@@ -149,7 +149,7 @@ class Prefetcher:
         elif built is None:
             self._is_at_end = True
         else:
-            batches, self._next = built
+            batches, self._next_row = built
             num_bytes = sum(batch.num_bytes for batch in batches)
             self._queue.append((start, batches, num_bytes))
             self._queued_bytes += num_bytes
@@ -162,7 +162,7 @@ PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
 # A pair takes 25 bytes more, and has at least 4 tokens. A labeled answer has at least 2 tokens,
 # and the mismatched answers may take as much again.
-BYTES_PER_TOKEN_OF_FORM: dict[Form, int] = {
+BYTES_PER_TOKEN_OF_FORM: dict[DataForm, int] = {
     "answers": BYTES_PER_TOKEN,
     "pairs": BYTES_PER_TOKEN + 8,
     "labels": 2 * BYTES_PER_TOKEN + 16,
@@ -197,7 +197,7 @@ class Loader:
         self._identity: _State = {"order": ORDER_VERSION, **asdict(order)}
         self.total_rows = rows.num_rows if total_rows is None else total_rows
         self._rows = 0
-        self._pins_for: torch.device | None = None
+        self._pin_device: torch.device | None = None
         limit = self.prefetch_bytes if prefetch_bytes is None else prefetch_bytes
         self._prefetcher = Prefetcher(self._build_step, limit, self._step_bytes())
 
@@ -278,13 +278,13 @@ class Loader:
         """Limit the bytes of prefetched steps; 0 disables prefetching."""
         self._prefetcher.set_limit_bytes(num_bytes)
 
-    def discard_prefetched(self) -> None:
+    def discard_prefetched_steps(self) -> None:
         """Discard prefetched steps, after something that they contain has changed."""
         self._prefetcher.restart(self._rows)
 
     def pin_batches(self, gpu: torch.device) -> None:
         """Build steps in pinned memory from now on, for a GPU to copy them while it computes."""
-        self._pins_for = gpu
+        self._pin_device = gpu
         self._prefetcher.restart(self._rows)
 
     def close(self) -> None:
@@ -309,9 +309,9 @@ class Loader:
         own_rows = range(start + self._rank, stop, self._size)
         max_rows_per_rank = -(-(stop - start) // self._size)
         batches = make_micro_batches(self.stream, own_rows, max_rows_per_rank, micro_size)
-        if self._pins_for is None:
+        if self._pin_device is None:
             return batches, stop
-        set_thread_device(self._pins_for)
+        set_thread_device(self._pin_device)
         return [batch.pinned() for batch in batches], stop
 
 
@@ -328,11 +328,11 @@ class HeldOutRows:
         limit: int | None = None,
     ) -> None:
         """Pack the store's length histogram. ``num_rows``: None means all; ``limit``: documents."""
-        self._packed, self._rank, self._size = PackedRows(store, order, limit), rank, size
-        num_packed = self._packed.num_rows
+        self._packed_rows, self._rank, self._size = PackedRows(store, order, limit), rank, size
+        num_packed = self._packed_rows.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
-            warn_of_cut_documents(store, order.seq_len, with_advice=False)
+            warn_of_truncated_documents(store, order.seq_len, include_advice=False)
 
     def num_batches(self, micro_size: int) -> int:
         """Return how many batches of ``micro_size`` rows each rank gets."""
@@ -340,7 +340,7 @@ class HeldOutRows:
 
     def set_reference_log_probs(self, reference_D2: np.ndarray) -> None:
         """Set the log-probabilities of preferences under the reference, as in ``PackedRows``."""
-        self._packed.set_reference_log_probs(reference_D2)
+        self._packed_rows.set_reference_log_probs(reference_D2)
 
     def documents_in(self, batch: Batch) -> list[int]:
         """Return the store's numbers of a batch's documents, in their order in the batch.
@@ -348,7 +348,7 @@ class HeldOutRows:
         Over all rows and ranks, each document comes once. A ``Loader`` with the same order has the
         same rows.
         """
-        return self._packed.documents_in(batch)
+        return self._packed_rows.documents_in(batch)
 
     def batches(self, micro_size: int = 1) -> Iterator[Batch]:
         """Yield this rank's batches: the same number on every rank.
@@ -358,7 +358,7 @@ class HeldOutRows:
         for start in range(0, self._num_rows, self._size * micro_size):
             stop = min(start + self._size * micro_size, self._num_rows)
             own_rows = range(start + self._rank, stop, self._size)
-            yield from make_micro_batches(self._packed, own_rows, 1, micro_size)
+            yield from make_micro_batches(self._packed_rows, own_rows, 1, micro_size)
 
 
 def prefetch_limit_bytes(step_bytes: int) -> int:
@@ -366,13 +366,15 @@ def prefetch_limit_bytes(step_bytes: int) -> int:
     return max(PREFETCH_BYTES, step_bytes)
 
 
-def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = True) -> None:
+def warn_of_truncated_documents(
+    store: TokenStore, seq_len: int, include_advice: bool = True
+) -> None:
     """Warn if documents are longer than a row, or were before they were prepared; if
-    ``with_advice``, say which data.seq_len would keep them whole.
+    ``include_advice``, say which data.seq_len would keep them whole.
     """
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
-    lengths = _lengths_beyond(store, seq_len)
+    lengths = _count_overlong_documents(store, seq_len)
     if prepared < seq_len and num_cut:
         log.warning(
             "%s was prepared with seq_len %d: %d documents are cut there, although data.seq_len is"
@@ -405,11 +407,11 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = T
         " (texts that were split lose none if they are prepared again with this data.seq_len)"
         if counters.split and excess.any()
         else "",
-        advice if with_advice else "",
+        advice if include_advice else "",
     )
 
 
-def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
+def _count_overlong_documents(store: TokenStore, seq_len: int) -> Counter[int]:
     """Count the documents of more than ``seq_len`` tokens by their rounded length, for documents
     that were cut in preparation their length before that.
     """

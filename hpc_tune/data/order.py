@@ -31,7 +31,7 @@ _FEISTEL_ROUNDS = 6
 _MASK_64_BITS = (1 << 64) - 1
 
 
-class Indexed(Protocol):
+class Indexable(Protocol):
     """What has a value at each index: a list, an array or a column of prepared data."""
 
     def __getitem__(self, at: Any, /) -> Any:
@@ -118,12 +118,12 @@ class PackedSampler:
         self,
         length_values: np.ndarray,
         length_counts: np.ndarray,
-        by_length: Indexed,
+        documents_by_length: Indexable,
         order: SampleOrder,
     ) -> None:
         """Pack the histogram (``length_values`` rising, ``length_counts``).
 
-        ``by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
+        ``documents_by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
         tokens, at its end, count as ``seq_len``.
         """
         clipped = np.minimum(length_values, order.seq_len)
@@ -132,13 +132,13 @@ class PackedSampler:
         starts = np.cumsum(counts) - counts
         self._counts = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         self._starts = dict(zip(lengths.tolist(), starts.tolist(), strict=True))
-        self._by_length, self._order = by_length, order
+        self._documents_by_length, self._order = documents_by_length, order
         self.patterns = (
             pack_documents(self._counts, order.seq_len)
             if order.packing
             else pack_one_per_row(self._counts)
         )
-        self._firsts = _count_used_before(self.patterns)
+        self._firsts = _count_earlier_documents(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
         self.num_rows: int = self._row_stops[-1]
         self._epoch = -1
@@ -161,7 +161,7 @@ class PackedSampler:
         for (length, copies), first in zip(pattern.items, self._firsts[number], strict=True):
             shuffle = self._shuffle(epoch, length, self._counts[length])
             for k in range(first + row * copies, first + (row + 1) * copies):
-                documents.append(int(self._by_length[self._starts[length] + shuffle(k)]))
+                documents.append(int(self._documents_by_length[self._starts[length] + shuffle(k)]))
         return documents
 
     def _shuffle(self, epoch: int, length: int, n: int) -> "Shuffle":
@@ -209,7 +209,7 @@ class Shuffle:
                 return index
 
 
-def _count_used_before(patterns: list[RowPattern]) -> list[list[int]]:
+def _count_earlier_documents(patterns: list[RowPattern]) -> list[list[int]]:
     """Return, per pattern and item, how many documents of its length earlier patterns use."""
     used: dict[int, int] = {}
     firsts = []

@@ -18,27 +18,27 @@ import numpy as np
 import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, padding_batch
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.hdf5_format import TokensAndMask, TokenStore
-from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
+from hpc_tune.data.order import Indexable, MixturePhase, PackedSampler, SampleOrder, Shuffle
 from hpc_tune.errors import ConfigError, DataError
 
 # -- Which documents of a file are used (all, or as many as ``document_limit`` says), and their
 # tokens.
 
 
-_TOKENS_AT_ONCE = 1 << 22  # tokens whose masks are read at once
-_Histogram = tuple[np.ndarray, np.ndarray, Indexed]
+_TOKENS_PER_READ = 1 << 22  # tokens whose masks are read at once
+_Histogram = tuple[np.ndarray, np.ndarray, Indexable]
 
 
 def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _Histogram:
     """Return sizes (rising), how many documents have each, and document numbers in that order."""
-    numbers = _used_documents(store, document_limit)
-    if numbers is None:
-        return store.length_values, store.length_counts, store.by_length
-    packed_lengths = store.packed_lengths(0, store.num_documents)[numbers]
+    indices = _used_documents(store, document_limit)
+    if indices is None:
+        return store.length_values, store.length_counts, store.documents_by_length
+    packed_lengths = store.packed_lengths(0, store.num_documents)[indices]
     values, counts = np.unique(packed_lengths, return_counts=True)
-    return values, counts, numbers[np.argsort(packed_lengths, kind="stable")]
+    return values, counts, indices[np.argsort(packed_lengths, kind="stable")]
 
 
 def select_documents(num_documents: int, document_limit: int) -> np.ndarray:
@@ -52,22 +52,22 @@ def count_learned_tokens(store: TokenStore, seq_len: int, document_limit: int | 
 
     Masks are read if the file's own count includes other documents, or longer ones.
     """
-    numbers = _used_documents(store, document_limit)
-    if numbers is not None:
-        masks = (_learned_mask(store, int(number)) for number in numbers)
+    indices = _used_documents(store, document_limit)
+    if indices is not None:
+        masks = (_learned_mask(store, int(number)) for number in indices)
         return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
     if store.length_values[-1] <= seq_len:
         return store.attributes.counters.loss_tokens
-    return sum(_count_learned_by_piece(store, seq_len))
+    return sum(_count_learned_tokens_by_range(store, seq_len))
 
 
 def count_tokens(store: TokenStore, document_limit: int | None = None) -> tuple[int, int]:
     """Return how many tokens the used documents have, and how many of them are learned."""
-    numbers = _used_documents(store, document_limit)
-    if numbers is None:
+    indices = _used_documents(store, document_limit)
+    if indices is None:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
     tokens = learned = 0
-    for number in numbers:
+    for number in indices:
         mask = _learned_mask(store, int(number))
         tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
     return tokens, learned
@@ -85,12 +85,12 @@ def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
     return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]
 
 
-def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
+def _count_learned_tokens_by_range(store: TokenStore, seq_len: int) -> Iterator[int]:
     """Yield how many tokens with loss all documents have, cut at ``seq_len``, piece by piece."""
     offsets = store.offsets[:]
     first = 0
     while first < store.num_documents:
-        stop = int(np.searchsorted(offsets, offsets[first] + _TOKENS_AT_ONCE, side="right")) - 1
+        stop = int(np.searchsorted(offsets, offsets[first] + _TOKENS_PER_READ, side="right")) - 1
         stop = min(max(stop, first + 1), store.num_documents)
         at = offsets[first : stop + 1] - offsets[first]
         mask = store.loss_mask[int(offsets[first]) : int(offsets[stop])]
@@ -109,7 +109,7 @@ ROW_WIDTH_MULTIPLE = 8
 class Rows(Protocol):
     """A stream of rows, from one file or from several."""
 
-    form: Form
+    form: DataForm
     seq_len: int
     has_weights: bool
 
@@ -141,12 +141,12 @@ class Rows(Protocol):
 class RowDocuments:
     """The P documents of a row, with the ``sides`` of each.
 
-    ``reference_log_probs_P2``: fp32, zeros without a reference. ``desirable``: for labeled answers.
+    ``reference_log_probs_P2``: fp32, zeros without a reference. ``desirable_labels``: for labeled answers.
     """
 
     sides: Sequence[Sequence[TokensAndMask]]
     reference_log_probs_P2: np.ndarray
-    desirable: Sequence[bool] = ()
+    desirable_labels: Sequence[bool] = ()
 
 
 class PackedRows:
@@ -160,7 +160,7 @@ class PackedRows:
         Raises:
             DataError: if preferences are longer than a row: a cut would lose part of an answer.
         """
-        values, counts, numbers = sort_by_length(store, document_limit)
+        values, counts, indices = sort_by_length(store, document_limit)
         longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
             what = "both answers together" if store.form == "pairs" else "with their prompts"
@@ -172,7 +172,7 @@ class PackedRows:
         self.store, self.form, self.seq_len = store, store.form, order.seq_len
         self.has_weights = store.attributes.has_weights
         self._reference_D2: np.ndarray | None = None
-        self.sampler = PackedSampler(values, counts, numbers, order)
+        self.sampler = PackedSampler(values, counts, indices, order)
 
     @property
     def num_rows(self) -> int:
@@ -224,14 +224,14 @@ class PackedRows:
 
     def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""
-        store, numbers = self.store, self.sampler.documents_of(stream_row)
-        reference_log_probs_P2 = np.zeros((len(numbers), 2), dtype=np.float32)
+        store, indices = self.store, self.sampler.documents_of(stream_row)
+        reference_log_probs_P2 = np.zeros((len(indices), 2), dtype=np.float32)
         if self._reference_D2 is not None:
-            reference_log_probs_P2[:] = self._reference_D2[numbers]
+            reference_log_probs_P2[:] = self._reference_D2[indices]
         labels = store.labels
-        desirable = [] if labels is None else [bool(labels[number]) for number in numbers]
+        desirable_labels = [] if labels is None else [bool(labels[number]) for number in indices]
         return RowDocuments(
-            [store.sides(number) for number in numbers], reference_log_probs_P2, desirable
+            [store.sides(number) for number in indices], reference_log_probs_P2, desirable_labels
         )
 
 
@@ -241,18 +241,18 @@ def make_micro_batches(
     """Build as many micro-batches of ``own_rows`` as a rank with ``max_rows_per_rank`` rows has."""
     batches = []
     for at in range(0, max_rows_per_rank, micro_size):
-        numbers = own_rows[at : at + micro_size]
+        indices = own_rows[at : at + micro_size]
         batches.append(
-            _read_batch(rows, numbers, own_rows.step)
-            if numbers
+            _read_batch(rows, indices, own_rows.step)
+            if indices
             else padding_batch(own_rows.start, rows.form)
         )
     return batches
 
 
-def _read_batch(rows: Rows, numbers: range, stride: int) -> Batch:
-    read = [rows.read(number) for number in numbers]
-    lay_out = partial(make_batch, seq_len=rows.seq_len, first_row=numbers[0], row_stride=stride)
+def _read_batch(rows: Rows, indices: range, stride: int) -> Batch:
+    read = [rows.read(number) for number in indices]
+    lay_out = partial(make_batch, seq_len=rows.seq_len, first_row=indices[0], row_stride=stride)
     if rows.form == "pairs":
         both = lay_out([[side for sides in row.sides for side in sides] for row in read])
         return replace(both, pairs=_make_pairs(read))
@@ -276,7 +276,7 @@ def _make_pairs(read: Sequence[RowDocuments]) -> PreferencePairs:
     return PreferencePairs(
         torch.from_numpy(num_loss_tokens_P2),
         torch.from_numpy(np.concatenate([row.reference_log_probs_P2 for row in read])),
-        torch.tensor([label for row in read for label in row.desirable], dtype=torch.bool),
+        torch.tensor([label for row in read for label in row.desirable_labels], dtype=torch.bool),
     )
 
 
@@ -342,10 +342,10 @@ class MixedRows:
         self.phase, self.phases = phases[-1], phases
         assert list(sources) == list(self.phase.parts), f"{[*sources]}, {[*self.phase.parts]}"
         self.packed, self.names = list(sources.values()), list(sources)
-        self._before = [part.rows_before for part in self.phase.parts.values()]
+        self._rows_before = [part.rows_before for part in self.phase.parts.values()]
         self._interleaving = self.phase.interleaving()
         self._num_rows = self.phase.num_rows
-        self.form: Form = self.packed[0].form
+        self.form: DataForm = self.packed[0].form
         self.seq_len = self.packed[0].seq_len
         self.has_weights = any(rows.has_weights for rows in self.packed)
 
@@ -374,7 +374,7 @@ class MixedRows:
         place = stream_row - self.phase.first_row
         assert place >= 0, f"row {stream_row} is in an earlier phase"
         source, before = self._interleaving.source_and_row_at(place)
-        return source, self._before[source] + before
+        return source, self._rows_before[source] + before
 
     def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""

@@ -30,7 +30,7 @@ from hpc_tune.data.fields import (
     require_object,
     unpack_chats,
 )
-from hpc_tune.data.records import Chat, Completion, NotLearned, Text, read_turns, to_example
+from hpc_tune.data.records import Chat, Completion, NoLearnedTextError, Text, read_turns, to_example
 from hpc_tune.errors import DataError
 
 # -- The prompt of two answers, if it is given only as their common beginning.
@@ -179,20 +179,23 @@ def to_pair(record: Any) -> PreferencePair:
 
     Raises:
         WrongRecord: if it is not a valid pair.
-        NotLearned: if it is marked as not to be learned.
+        NoLearnedTextError: if it is marked as not to be learned.
     """
     require_object(record)
     record = unpack_chats(
         parse_input_field(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, "prompt")
     )
-    better, worse = _only_field(record, CHOSEN_FIELDS), _only_field(record, REJECTED_FIELDS)
+    better, worse = (
+        _find_only_field(record, CHOSEN_FIELDS),
+        _find_only_field(record, REJECTED_FIELDS),
+    )
     if better is None and worse is None:
         raise WrongRecord(
             f"found {format_fields(record)}; {_advise_other_objective(record)}{_EXPECTED_PAIRS}"
         )
     weight = read_weight(record, "the row")
     if weight == 0:
-        raise NotLearned
+        raise NoLearnedTextError
     _refuse_row_weight(weight is None or weight == 1)
     _require_same_tools(record)
     prompt, chosen, rejected = _split_row(record, better, worse)
@@ -212,16 +215,16 @@ def to_labeled_answers(record: Any) -> LabeledAnswers:
 
     Raises:
         WrongRecord: if it has no valid ones.
-        NotLearned: if it is marked as not to be learned.
+        NoLearnedTextError: if it is marked as not to be learned.
     """
     require_object(record)
-    field, worse = _only_field(record, LABEL_FIELDS), _only_field(record, REJECTED_FIELDS)
+    field, worse = _find_only_field(record, LABEL_FIELDS), _find_only_field(record, REJECTED_FIELDS)
     if field is None and worse is not None:
         pair = to_pair(record)
         return LabeledAnswers((pair.chosen, pair.rejected), (True, False))
     if field is None:
         raise WrongRecord(f"found {format_fields(record)}; {_EXPECTED_LABELS}")
-    if worse is None and (better := _only_field(record, CHOSEN_FIELDS)) is not None:
+    if worse is None and (better := _find_only_field(record, CHOSEN_FIELDS)) is not None:
         raise WrongRecord(
             f"{field} and {better} are both there: expected an answer with a label, in completion "
             f"or as the last of messages; data.columns={{{better}: completion}} names it"
@@ -252,14 +255,14 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
-    begin, others_begin = find_first_learned(chat), find_first_learned(answers)
+    begin, others_begin = find_first_learned_answer(chat), find_first_learned_answer(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
     messages = [*chat.messages[:begin], *answers.messages[others_begin:]]
     return replace(chat, messages=messages, unlearned=frozenset(unlearned))
 
 
-def find_first_learned(chat: Chat) -> int:
+def find_first_learned_answer(chat: Chat) -> int:
     """Return the number of the first learned message, with which a preference's answer begins.
 
     If none is learned, return the number of messages.
@@ -283,7 +286,7 @@ def _advise_other_objective(record: dict[str, Any]) -> str:
     return ""
 
 
-def _only_field(record: dict[str, Any], names: Sequence[str]) -> str | None:
+def _find_only_field(record: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return which of ``names`` a row has; None without any."""
     has = [name for name in names if record.get(name) is not None]
     if len(has) > 1:
@@ -522,14 +525,14 @@ def _read_labeled_answer(
     if all(message["role"] == "assistant" for message in example.messages):
         raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
     if "completion" in record and not any(record.get(name) for name in CHAT_FIELDS):
-        return _exclude_answers_before(example, find_first_learned(example))
+        return _exclude_answers_before(example, find_first_learned_answer(example))
     begin = _last_round_start(example.messages) if covers_round else len(example.messages) - 1
     return _exclude_answers_before(example, begin)
 
 
-def _refuse_row_weight(is_one: bool) -> None:
+def _refuse_row_weight(is_weight_one: bool) -> None:
     """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
-    if not is_one:
+    if not is_weight_one:
         raise WrongRecord(
             "weights other than 0 and 1 are for answers to be learned (tune.objective=sft), but "
             "each pair, and each answer with a label, counts once; remove the weight, or set "
@@ -537,12 +540,12 @@ def _refuse_row_weight(is_one: bool) -> None:
         )
 
 
-def _exclude_answers_before(chat: Chat, first: int) -> Chat:
+def _exclude_answers_before(chat: Chat, first_index: int) -> Chat:
     _refuse_row_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
-    unlearned = chat.unlearned | {number for number in answers if number < first}
+    unlearned = chat.unlearned | {number for number in answers if number < first_index}
     if unlearned == answers:
-        raise NotLearned
+        raise NoLearnedTextError
     return replace(chat, unlearned=frozenset(unlearned))
 
 

@@ -198,7 +198,7 @@ def join_parts(work: PreparePlan) -> Counters:
         num_tokens += facts["tokens"]
     _check_counters(work, counters, findings)
     attributes = replace(work.attributes, counters=counters)
-    write_store(work.out, _all_blocks(work), histogram, attributes, num_tokens)
+    write_store(work.out, _read_blocks(work), histogram, attributes, num_tokens)
     shutil.rmtree(work.parts, ignore_errors=True)
     _remove_stale_parts(work.out)
     return counters
@@ -266,13 +266,13 @@ def prepare_data(
     own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
     work: PreparePlan = ranks.broadcast(own)
 
-    def tokenize_own() -> None:
+    def tokenize_own_chunks() -> None:
         _require_same_files(own, work)
         tokenize_chunks(work, tokenizer, ranks, report)
 
     failed: HpcTuneError | None = None
     try:
-        ranks.run_step(tokenize_own)
+        ranks.run_step(tokenize_own_chunks)
     except HpcTuneError as error:  # on all ranks; the parts may be gone
         failed = error
     is_there: bool = ranks.broadcast(_file_stamp(work.out, ranks) != before)
@@ -396,7 +396,7 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
         ) from error
 
 
-def _all_blocks(work: PreparePlan) -> Iterator[Block]:
+def _read_blocks(work: PreparePlan) -> Iterator[Block]:
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
             there = frozenset(part.files)

@@ -21,11 +21,11 @@ from hpc_tune.data.reading import ReadOptions, choose_columns
 from hpc_tune.data.records import Text
 from hpc_tune.errors import DataError
 
-READ_BYTES = 1 << 20
+READ_BUFFER_BYTES = 1 << 20
 MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes several times as much to parse
 BOM = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
-_LINE_TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
+_LONG_LINE_PROBLEM = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
 _ELEMENT_SEPARATOR = re.compile(r"[\s,]*")
 
 
@@ -42,15 +42,17 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
         DataError: if its content cannot be decompressed.
     """
     if not is_compressed(file):
-        with file.open("rb") as opened:
-            yield opened
+        with file.open("rb") as handle:
+            yield handle
         return
     import pyarrow
 
     try:
-        packed = pyarrow.input_stream(str(file), COMPRESSIONS[file.suffix.lower()], READ_BYTES)
-        with packed, io.BufferedReader(packed, READ_BYTES) as opened:
-            yield opened
+        packed = pyarrow.input_stream(
+            str(file), COMPRESSIONS[file.suffix.lower()], READ_BUFFER_BYTES
+        )
+        with packed, io.BufferedReader(packed, READ_BUFFER_BYTES) as handle:
+            yield handle
     except (pyarrow.ArrowException, OSError) as error:
         long = "too much memory" in str(error)
         todo = "--long was above 27: use at most --long=27 and pack it" if long else "write it"
@@ -59,8 +61,8 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 def is_json_array(file: Path) -> bool:
     """Return whether a file of JSON is one array instead of one object per line."""
-    with open_bytes(file) as opened:
-        return opened.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+    with open_bytes(file) as handle:
+        return handle.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def read_json_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
@@ -76,7 +78,7 @@ def read_json_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, An
     )
     for position, line in lines:
         if len(line) > MAX_LINE_BYTES:
-            yield position, WrongRecord(f"{_LINE_TOO_LONG}; write it as several")
+            yield position, WrongRecord(f"{_LONG_LINE_PROBLEM}; write it as several")
         elif not line.isspace() and line:
             yield position, _parse_json_line(line)
 
@@ -86,9 +88,9 @@ def line_number(file: Path, position: int) -> int:
     if is_compressed(file):
         return position
     number, left = 1, position
-    with file.open("rb") as opened:
+    with file.open("rb") as handle:
         while left > 0:
-            part = opened.read(min(left, READ_BYTES))
+            part = handle.read(min(left, READ_BUFFER_BYTES))
             if not part:
                 break
             number, left = number + part.count(b"\n"), left - len(part)
@@ -96,30 +98,30 @@ def line_number(file: Path, position: int) -> int:
 
 
 def _iterate_compressed_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    with open_bytes(file) as opened:
+    with open_bytes(file) as handle:
         number = 1
-        while line := opened.readline(MAX_LINE_BYTES + 1):
+        while line := handle.readline(MAX_LINE_BYTES + 1):
             yield number, line.removeprefix(BOM) if number == 1 else line
-            _skip_rest_of_line(opened, line)
+            _skip_rest_of_line(handle, line)
             number += 1
 
 
 def _iterate_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    with file.open("rb") as opened:
-        position = _seek_line_start(opened, start, stop)
+    with file.open("rb") as handle:
+        position = _seek_line_start(handle, start, stop)
         while position < stop:
-            line = opened.readline(MAX_LINE_BYTES + 1)
+            line = handle.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
             yield position, line.removeprefix(BOM) if position == 0 else line
-            position += len(line) + _skip_rest_of_line(opened, line)
+            position += len(line) + _skip_rest_of_line(handle, line)
 
 
-def _skip_rest_of_line(file: BinaryIO, begun: bytes) -> int:
-    """Read the rest of a line of which ``begun`` was read; return its number of bytes."""
-    num_bytes, part = 0, begun
+def _skip_rest_of_line(file: BinaryIO, line_start: bytes) -> int:
+    """Read the rest of a line of which ``line_start`` was read; return its number of bytes."""
+    num_bytes, part = 0, line_start
     while part and not part.endswith(b"\n"):
-        part = file.readline(READ_BYTES)
+        part = file.readline(READ_BUFFER_BYTES)
         num_bytes += len(part)
     return num_bytes
 
@@ -131,21 +133,21 @@ def _seek_line_start(file: BinaryIO, position: int, search_end: float = math.inf
     """
     file.seek(max(position - 1, 0))
     while position and file.tell() < search_end:
-        part = file.readline(READ_BYTES)
+        part = file.readline(READ_BUFFER_BYTES)
         if not part or part.endswith(b"\n"):
             break
     return file.tell()
 
 
-def _seek_text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
+def _seek_text_line_start(file: Path, handle: BinaryIO, position: int) -> int:
     """Do as ``_seek_line_start``, without looking further than MAX_LINE_BYTES.
 
     Raises:
         DataError: if the line that ``position`` is in goes on for that long.
     """
-    start = _seek_line_start(opened, position, position + MAX_LINE_BYTES)
+    start = _seek_line_start(handle, position, position + MAX_LINE_BYTES)
     if start >= position + MAX_LINE_BYTES:
-        raise DataError(f"{file}: {_LINE_TOO_LONG}; break its lines")
+        raise DataError(f"{file}: {_LONG_LINE_PROBLEM}; break its lines")
     return start
 
 
@@ -205,14 +207,14 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
     objects, number, position, is_end = _ObjectHook(), 1, 1, False
     decoder = json.JSONDecoder(object_pairs_hook=objects)
     where = f"{file}, element"
-    with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
+    with open_bytes(file) as handle, io.TextIOWrapper(handle, encoding="utf-8-sig") as text_file:
         try:
-            text = text_file.read(READ_BYTES).lstrip()
+            text = text_file.read(READ_BUFFER_BYTES).lstrip()
             while True:
                 position = _ELEMENT_SEPARATOR.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
                 if text.startswith("]", position):
                     after = text[position + 1 :]
-                    while not after.strip() and (more := text_file.read(READ_BYTES)):
+                    while not after.strip() and (more := text_file.read(READ_BUFFER_BYTES)):
                         after = more
                     if after.strip():
                         raise DataError(
@@ -228,9 +230,9 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
                         raise
                     if len(text) - position > MAX_LINE_BYTES:
                         raise DataError(
-                            f"{where} {number}: {_LINE_TOO_LONG}; write it as several"
+                            f"{where} {number}: {_LONG_LINE_PROBLEM}; write it as several"
                         ) from None
-                    more = text_file.read(max(READ_BYTES, len(text) - position))
+                    more = text_file.read(max(READ_BUFFER_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + more, 0, not more
                     continue
                 yield number, objects.refuse_duplicate_keys(value)
@@ -256,27 +258,27 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
         DataError: if they are not UTF-8, cannot be unpacked, or one is too long.
     """
     if not is_compressed(file):
-        with file.open("rb") as opened:
-            size = opened.seek(0, 2)
-            stop = _seek_text_line_start(file, opened, stop)
-            start = _seek_text_line_start(file, opened, start)
-            data = opened.read(stop - start)
+        with file.open("rb") as handle:
+            size = handle.seek(0, 2)
+            stop = _seek_text_line_start(file, handle, stop)
+            start = _seek_text_line_start(file, handle, start)
+            data = handle.read(stop - start)
         if data:
             yield start, _make_text(file, data, start == 0, stop == size)
         return
-    with open_bytes(file) as opened:
-        position, data = 0, _read_whole_lines(file, opened, piece_bytes)
+    with open_bytes(file) as handle:
+        position, data = 0, _read_whole_lines(file, handle, piece_bytes)
         while data:
-            following = _read_whole_lines(file, opened, piece_bytes)
+            following = _read_whole_lines(file, handle, piece_bytes)
             yield position, _make_text(file, data, position == 0, not following)
             position, data = position + len(data), following
 
 
-def _read_whole_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
+def _read_whole_lines(file: Path, handle: BinaryIO, num_bytes: int) -> bytes:
     """Return whole lines of about ``num_bytes``."""
-    data, rest = opened.read(num_bytes), opened.readline(MAX_LINE_BYTES + 1)
+    data, rest = handle.read(num_bytes), handle.readline(MAX_LINE_BYTES + 1)
     if len(rest) > MAX_LINE_BYTES:
-        raise DataError(f"{file}: {_LINE_TOO_LONG}; break its lines")
+        raise DataError(f"{file}: {_LONG_LINE_PROBLEM}; break its lines")
     return data + rest
 
 
@@ -316,9 +318,9 @@ def open_parquet(file: Path) -> Any:
 
     with _raise_as_data_error(f"{file} cannot be read as Parquet"):
         # Otherwise pyarrow holds all bytes of a row group, whatever the buffer size.
-        opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
-        opened.schema_arrow.names  # noqa: B018  # in a damaged file they may not be text
-        return opened
+        handle = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
+        handle.schema_arrow.names  # noqa: B018  # in a damaged file they may not be text
+        return handle
 
 
 def read_parquet(
@@ -331,10 +333,10 @@ def read_parquet(
     """
     with open_parquet(file) as parquet:
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
-        first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
+        num_rows_before = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
         num_rows = _rows_per_batch(parquet.metadata.row_group(group), columns)
         batches = parquet.iter_batches(num_rows, [group], columns, use_threads=False)
-        yield from _read_rows(file, _slice_batches(batches, columns), first)
+        yield from _read_rows(file, _slice_batches(batches, columns), num_rows_before)
 
 
 def _rows_per_batch(group: Any, columns: list[str]) -> int:
@@ -348,7 +350,7 @@ def _rows_per_batch(group: Any, columns: list[str]) -> int:
     return min(max(BATCH_BYTES * group.num_rows // max(num_bytes, 1), 1), BATCH_ROWS)
 
 
-def cut_arrow_batches(file: Path, num_bytes: int) -> list[int]:
+def split_arrow_batches(file: Path, num_bytes: int) -> list[int]:
     """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
 
     Returns the numbers of the batches at which parts begin, and the number of batches. The file is
@@ -384,17 +386,17 @@ def read_arrow(
     Raises:
         DataError: for a damaged file, or columns that cannot be used.
     """
-    first, wanted = 0, []
+    num_rows_before, wanted = 0, []
     for number, batch in enumerate(_read_batches(file)):
         if number >= stop:
             break
         if number >= start:
             wanted.append(batch)
         else:
-            first += batch.num_rows
+            num_rows_before += batch.num_rows
     if wanted:
         columns = choose_columns(file, wanted[0].schema.names, reading, findings)
-        yield from _read_rows(file, _slice_batches(wanted, columns), first)
+        yield from _read_rows(file, _slice_batches(wanted, columns), num_rows_before)
 
 
 def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> NumberedRows:
@@ -419,9 +421,9 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Number
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
     what = f"{file} cannot be read as CSV (with rows of at most {CSV_BLOCK_BYTES >> 20} MiB)"
     with (
-        open_bytes(file) as opened,
+        open_bytes(file) as handle,
         _raise_as_data_error(what),
-        csv.open_csv(opened, read, parse) as head,
+        csv.open_csv(handle, read, parse) as head,
     ):
         names = head.schema.names
     ragged.clear()
@@ -440,19 +442,19 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Number
         column_types={c: pyarrow.binary() for c, field in fields.items() if field not in marks},
         strings_can_be_null=False,
     )
-    with open_bytes(file) as opened:
+    with open_bytes(file) as handle:
         with _raise_as_data_error(what):
-            batches = csv.open_csv(opened, read, parse, convert)
+            batches = csv.open_csv(handle, read, parse, convert)
         shift = 0
         for number, row in _read_rows(file, _slice_batches(batches, columns), 0):
             while ragged and ragged[0].number - _CSV_HEADER_ROWS <= number + shift:
-                yield _make_ragged_error(ragged.pop(0))
+                yield _make_ragged_row_error(ragged.pop(0))
                 shift += 1
             yield number + shift, row
-        yield from map(_make_ragged_error, ragged)
+        yield from map(_make_ragged_row_error, ragged)
 
 
-def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
+def _make_ragged_row_error(row: Any) -> tuple[int, WrongRecord]:
     return row.number - _CSV_HEADER_ROWS, WrongRecord(
         f"found {row.actual_columns} cells, expected {row.expected_columns}; put quotes around text"
         " with commas, line ends or quotes in it"
@@ -517,9 +519,9 @@ def _raise_as_data_error(what: str) -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _read_rows(file: Path, batches: Iterator[Any], first: int) -> NumberedRows:
-    """Yield the rows of batches; ``first`` rows of the file come before them."""
-    number = first
+def _read_rows(file: Path, batches: Iterator[Any], num_rows_before: int) -> NumberedRows:
+    """Yield the rows of batches; ``num_rows_before`` rows of the file come before them."""
+    number = num_rows_before
     while True:
         with _raise_as_data_error(f"{file}, after row {number}: cannot be read"):
             batch = next(batches, None)

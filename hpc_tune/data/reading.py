@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import (
     ADVANTAGE_FIELDS,
@@ -38,7 +38,7 @@ from hpc_tune.data.records import (
     Chat,
     Completion,
     Example,
-    NotLearned,
+    NoLearnedTextError,
     Text,
     Tokens,
     to_example,
@@ -60,7 +60,7 @@ KNOWN_FIELDS = frozenset(
         ("label", "context", "system_prompt"),
     )
 )
-_READERS: dict[Form, Callable[[Any], Row]] = {
+_READERS: dict[DataForm, Callable[[Any], Row]] = {
     "answers": to_example,
     "pairs": to_pair,
     "labels": to_labeled_answers,
@@ -79,7 +79,7 @@ class ReadOptions:
     bad_rows: BadRows = "refuse"
     held_out: float = 0.0
     part: SplitPart = "all"
-    form: Form = "answers"
+    form: DataForm = "answers"
 
     @property
     def known_fields(self) -> frozenset[str]:
@@ -100,7 +100,7 @@ def choose_columns(
     """
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
-        raise DataError(_explain_missing(str(file), missing, names))
+        raise DataError(_explain_missing_columns(str(file), missing, names))
     chosen = [name for name in names if name in reading.known_fields or name in columns]
     if not chosen:
         raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS_TEXT}")
@@ -117,10 +117,12 @@ def require_columns(source: str, reading: ReadOptions, findings: ReadFindings) -
         DataError: if one was not: it is misspelled, or belongs to other data.
     """
     if missing := [name for name, _ in reading.columns if name not in findings.used]:
-        raise DataError(_explain_missing(source, missing, [*findings.used, *findings.unread]))
+        raise DataError(
+            _explain_missing_columns(source, missing, [*findings.used, *findings.unread])
+        )
 
 
-def _explain_missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
+def _explain_missing_columns(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
     return (
         f"data.columns names {', '.join(missing)}, but {where} has the columns "
         f"{', '.join(sorted(names)) or '(none)'}"
@@ -139,7 +141,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
     if isinstance(row, Chat | Completion | Text | Tokens):
         if reading.form != "answers":
             raise WrongRecord("found text or an answer, expected rows with fields for preferences")
-        return row if _is_in_part(row, reading, findings) else None
+        return row if _is_in_requested_split(row, reading, findings) else None
     names: dict[str, str] = {}
     if isinstance(row, dict):
         row, names = _rename_fields(row, reading, findings)
@@ -147,7 +149,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
         if isinstance(row, dict):
             refuse_advantages(row)
         example = _READERS[reading.form](row)
-    except NotLearned:
+    except NoLearnedTextError:
         findings.num_marked += 1
         return None
     except WrongRecord as error:
@@ -155,7 +157,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
         if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
             notes.append(f"further columns: {', '.join(others)}")
         raise WrongRecord(f"{error} ({', '.join(notes)})" if notes else str(error)) from error
-    return example if _is_in_part(example, reading, findings) else None
+    return example if _is_in_requested_split(example, reading, findings) else None
 
 
 def _rename_fields(
@@ -233,7 +235,7 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     return {old: new for old, new in (names | system).items() if old != new}
 
 
-def _is_in_part(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
+def _is_in_requested_split(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
     """Return whether an example is in the part that is read.
 
     A hash of its content decides, not its position or the kind of its file. Duplicates are in the
@@ -274,7 +276,7 @@ def _is_in_part(example: Row, reading: ReadOptions, findings: ReadFindings) -> b
 def _content_bytes(example: Row) -> bytes:
     """Return bytes that are the same for two examples if they are duplicates."""
     if isinstance(example, Tokens):
-        return example.numbers.astype("<i8").tobytes()
+        return example.token_ids.astype("<i8").tobytes()
     text = json.dumps(_json_value(example), ensure_ascii=False, sort_keys=True, default=_json_value)
     return text.encode()
 

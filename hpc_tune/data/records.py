@@ -31,7 +31,7 @@ _BLANK_FIELDS = [(name, "") for name in CHAT_FIELDS]
 _CALL_KEYS = ("tool_calls", "function_call")
 
 
-class NotLearned(Exception):
+class NoLearnedTextError(Exception):
     """Raised for a record that is marked as not to be learned."""
 
 
@@ -96,7 +96,7 @@ class Text:
 class Tokens:
     """Token IDs of a document, learned as a whole; ``where`` says where the document is."""
 
-    numbers: np.ndarray
+    token_ids: np.ndarray
     where: str
 
 
@@ -108,7 +108,7 @@ def to_example(record: Any) -> Example:
 
     Raises:
         WrongRecord: if it is not an object, has no known field, or one of the wrong type.
-        NotLearned: if the whole record is marked as not to be learned.
+        NoLearnedTextError: if the whole record is marked as not to be learned.
     """
     require_object(record)
     _refuse_preferences(record)
@@ -155,7 +155,7 @@ def _has_known_field(record: Any) -> bool:
         to_example(record)
     except WrongRecord:
         return False
-    except NotLearned:
+    except NoLearnedTextError:
         return True
     return True
 
@@ -166,7 +166,7 @@ def _apply_loss_marks(example: Example, record: dict[str, Any]) -> Example:
         return example
     weight = read_weight(record, "the row")
     if weight == 0:
-        raise NotLearned
+        raise NoLearnedTextError
     if weight is not None:
         example = replace(example, weight=weight)
     if isinstance(example, Text) or not (tools := read_tools(record)):
@@ -207,11 +207,11 @@ def _advise_columns(record: dict[str, Any]) -> str:
     return f"{prompt}: prompt, {answer}: completion"
 
 
-def _role_at(messages: Any, at: int) -> str:
+def _role_at(messages: Any, index: int) -> str:
     """Return the role of a message, as templates know it; empty if there are no messages."""
-    message = messages[at] if isinstance(messages, list) and messages else messages
+    message = messages[index] if isinstance(messages, list) and messages else messages
     role = message.get("role", message.get("from")) if isinstance(message, dict) else ""
-    role = role[at] if isinstance(role, list) and role else role  # one list per key
+    role = role[index] if isinstance(role, list) and role else role  # one list per key
     return ROLES.get(str(role), str(role))
 
 
@@ -269,7 +269,7 @@ def _read_content(content: Any, where: str) -> str | None:
     return "".join(texts)
 
 
-def _require_nonempty(messages: Any, field: str) -> list[Any]:
+def _require_nonempty_list(messages: Any, field: str) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise WrongRecord(
             f"{field} is {json_type_name(messages)}, expected a list with at least one message"
@@ -279,7 +279,7 @@ def _require_nonempty(messages: Any, field: str) -> list[Any]:
 
 def _check_messages(messages: Any, field: str) -> list[dict[str, Any]]:
     """Check a list of messages, each with a role and with content or tool calls."""
-    for number, message in enumerate(_require_nonempty(messages, field), 1):
+    for number, message in enumerate(_require_nonempty_list(messages, field), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise WrongRecord(
                 f"{field}: message {number} is {format_value(message)}, expected an object with "
@@ -305,7 +305,7 @@ def read_turns(value: Any, field: str) -> list[dict[str, Any]]:
     turns = parse_json_text(value, field, [])
     if isinstance(turns, dict):
         turns = _turns_from_columns(turns, field)
-    first = _require_nonempty(turns, field)[0]
+    first = _require_nonempty_list(turns, field)[0]
     if isinstance(first, dict) and first.get("from") is not None and first.get("role") is None:
         turns = [
             _convert_sharegpt_turn(turn, number, field) for number, turn in enumerate(turns, 1)
@@ -479,19 +479,24 @@ class RecordForm:
         return self.needs + self.optional_fields
 
 
-_SHARED = ("system", "tools", "functions", *MARK_FIELDS)
-_HISTORY = ("history", *_SHARED)  # ms-swift's queries and responses have a history, too
+_SHARED_FIELDS = ("system", "tools", "functions", *MARK_FIELDS)
+_HISTORY_FIELDS = (
+    "history",
+    *_SHARED_FIELDS,
+)  # ms-swift's queries and responses have a history, too
 FORMS = (
-    RecordForm(("messages",), (), _SHARED, lambda row: _read_dialogue(row, "messages"), "chat"),
+    RecordForm(
+        ("messages",), (), _SHARED_FIELDS, lambda row: _read_dialogue(row, "messages"), "chat"
+    ),
     RecordForm(
         ("conversations",),
         (),
-        _SHARED,
+        _SHARED_FIELDS,
         lambda row: _read_dialogue(row, "conversations"),
         "ShareGPT",
     ),
-    RecordForm(("instruction", "output"), ("input",), _HISTORY, _read_alpaca, "alpaca"),
-    RecordForm(("prompt", "completion"), ("response",), _SHARED, _read_completion),
+    RecordForm(("instruction", "output"), ("input",), _HISTORY_FIELDS, _read_alpaca, "alpaca"),
+    RecordForm(("prompt", "completion"), ("response",), _SHARED_FIELDS, _read_completion),
     RecordForm(("text",), (), MARK_FIELDS, lambda row: Text(_required_string(row, "text"))),
 )
 _NAMES = (f"{' and '.join(f.needs)}{f' ({f.name})' if f.name else ''}" for f in FORMS)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.data.answers import longest_match_pattern
 from hpc_tune.data.chats import list_special_tokens
-from hpc_tune.data.chunks import describe_unread, is_builtin, list_chunks, read_chunk
+from hpc_tune.data.chunks import describe_unread_files, is_builtin, list_chunks, read_chunk
 from hpc_tune.data.counts import Counters, ReadFindings
 from hpc_tune.data.encode import make_encoder
 from hpc_tune.data.files import Paths, find_files, join_paths
@@ -36,7 +36,7 @@ MAX_COUNTED_TOKENS = 1 << 20
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-_FORM_LABELS: dict[Form, str] = {
+_FORM_LABELS: dict[DataForm, str] = {
     "answers": "documents  ",
     "pairs": "pairs      ",
     "labels": "answers    with labels, sized by the longer of its own and another row's answer: ",
@@ -94,7 +94,7 @@ def show_documents(
     """
     decoder, reading = DocumentDecoder(tokenizer, style), settings.reading
     found = None if is_builtin(join_paths(paths)) else find_files(paths)
-    notes = [*describe_unread(found, tokenizer_name(tokenizer))] if found else []
+    notes = [*describe_unread_files(found, tokenizer_name(tokenizer))] if found else []
     yield (
         f"{join_paths(paths)}, as the model with the tokenizer {tokenizer_name(tokenizer)} gets "
         f"it: data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
@@ -115,7 +115,7 @@ def show_documents(
         counters.unmatched = 0
         num_read += 1
         if num_shown < num_rows:
-            remarks = _counts_since(before, counters).remarks()
+            remarks = _subtract_counts(before, counters).remarks()
             documents = [document for block in blocks for document in _read_documents(block)]
             kept = documents[: num_rows - num_shown]
             yield from _describe_row(label, kept, len(documents), remarks, decoder)
@@ -127,7 +127,7 @@ def show_documents(
     yield from [*findings.lines(), *notes]
 
 
-def show_prepared(
+def show_prepared_file(
     store: TokenStore, tokenizer: FastTokenizer, num_rows: int, style: TextStyle
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` documents of prepared data."""
@@ -142,7 +142,7 @@ def show_prepared(
     yield f"all {store.num_documents:,} documents: {store.attributes.counters}"
 
 
-def describe_prepared(path: Path) -> tuple[list[str], bool]:
+def describe_prepared_file(path: Path) -> tuple[list[str], bool]:
     """Return lines about a file of prepared data, and whether each byte is as it was written.
 
     Raises:
@@ -181,7 +181,7 @@ class DocumentDecoder:
         self._backend, self._style = tokenizer.backend_tokenizer, style
         added = self._backend.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
-        self._typed = longest_match_pattern(list_special_tokens(tokenizer))
+        self._typed_token_pattern = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = style.paint("learned", style.learned)
 
     def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
@@ -189,27 +189,29 @@ class DocumentDecoder:
         ids, parts = tokens.tolist(), []
         for is_learned, run in groupby(range(first, len(ids)), lambda at: bool(mask[at])):
             text = "".join(
-                self._special_text(ids, [*places])
+                self._special_text(ids, [*positions])
                 if is_special
-                else self._decode_plain(ids, [*places])
-                for is_special, places in groupby(run, lambda at: ids[at] in self._special)
+                else self._decode_plain_text(ids, [*positions])
+                for is_special, positions in groupby(run, lambda at: ids[at] in self._special)
             )
             parts.append(self._style.paint(text, self._style.learned) if is_learned else text)
         return "".join(parts)
 
-    def _special_text(self, ids: Sequence[int], places: Sequence[int]) -> str:
-        text = "".join(self._special[ids[at]] for at in places)
+    def _special_text(self, ids: Sequence[int], positions: Sequence[int]) -> str:
+        text = "".join(self._special[ids[at]] for at in positions)
         return self._style.paint(text, self._style.special)
 
-    def _decode_plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
+    def _decode_plain_text(self, ids: Sequence[int], positions: Sequence[int]) -> str:
         """Decode a run of tokens together with the one before it: alone, some lose a space."""
-        start, stop = places[0], places[-1] + 1
+        start, stop = positions[0], positions[-1] + 1
         first = max(start - 1, 0)
         before = self._backend.decode(ids[first:start], skip_special_tokens=False)
         whole = self._backend.decode(ids[first:stop], skip_special_tokens=False)
-        alone = None if whole.startswith(before) else [ids[at] for at in places]  # half a character
+        alone = (
+            None if whole.startswith(before) else [ids[at] for at in positions]
+        )  # half a character
         text = whole[len(before) :] if alone is None else self._backend.decode(alone)
-        text = self._typed.sub(r"\\\g<0>", text)
+        text = self._typed_token_pattern.sub(r"\\\g<0>", text)
         return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -277,7 +279,7 @@ def _read_examples(
             yield f"{Path(file).name}, row {number}" if has_many else f"row {number}", example
 
 
-def _counts_since(before: dict[str, Any], counters: Counters) -> Counters:
+def _subtract_counts(before: dict[str, Any], counters: Counters) -> Counters:
     new: dict[str, Any] = {}
     for name, now in asdict(counters).items():
         if isinstance(now, dict):

@@ -44,7 +44,7 @@ class FastTokenizer(Protocol):
         """How many tokens there are, added ones included."""
 
 
-def require_fast(tokenizer: Any) -> FastTokenizer:
+def require_fast_tokenizer(tokenizer: Any) -> FastTokenizer:
     """Return the tokenizer if it is a fast one.
 
     Raises:
@@ -81,7 +81,7 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
     tokens, the chat templates, and whether special tokens in plain text are text. Truncation
     and padding are left out: calls change them, and preparing turns both off.
     """
-    backend = json.loads(require_fast(tokenizer).backend_tokenizer.to_str())
+    backend = json.loads(require_fast_tokenizer(tokenizer).backend_tokenizer.to_str())
     backend.pop("truncation", None)
     backend.pop("padding", None)
     parts: tuple[Any, ...] = (

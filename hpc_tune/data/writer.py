@@ -22,7 +22,7 @@ from hpc_tune.data.counts import OPTIONAL_COUNTERS, PREFERENCE_COUNTERS
 from hpc_tune.data.hdf5_format import (
     FORM_DATASETS,
     FORMAT,
-    PREPARE_AGAIN,
+    PREPARE_AGAIN_ADVICE,
     WEIGHT_DATASETS,
     Attributes,
     Column,
@@ -47,12 +47,12 @@ VERIFIED_FILE = "data-verified.json"
 HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then a form's own
 # Earlier versions packed the same labeled answers into other rows: such a run cannot resume.
 _LABELS_SALT = b"each side by itself"
-_LARGE_BYTES = 1 << 30
+_MIN_LOGGED_BYTES = 1 << 30
 _PIECE_ELEMENTS = 1 << 22
 _PIECE_DOCUMENTS = 1 << 20
 
 
-def new_hash() -> Any:
+def make_hash() -> Any:
     """Return an empty hash for one dataset."""
     return hashlib.blake2b(digest_size=32)
 
@@ -80,7 +80,7 @@ def verify_content(store: TokenStore) -> None:
         raise DataError(
             f"{store.path}: its {what} are not as `prepare` wrote them (hash {content[:12]}, "
             f"expected {expected[:12]}): the file has been damaged or changed. Copy it again, or"
-            f" {PREPARE_AGAIN}"
+            f" {PREPARE_AGAIN_ADVICE}"
         )
 
 
@@ -100,7 +100,7 @@ def verify_content_once(store: TokenStore, record_file: Path, is_new: bool = Fal
     if verified.get(name) == stamp:
         return
     if not is_new:
-        if status.st_size > _LARGE_BYTES:
+        if status.st_size > _MIN_LOGGED_BYTES:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify_content(store)
     with contextlib.suppress(OSError):  # then the next start verifies it again
@@ -108,7 +108,7 @@ def verify_content_once(store: TokenStore, record_file: Path, is_new: bool = Fal
 
 
 def _hash_column(values: Column) -> Any:
-    hashed = new_hash()
+    hashed = make_hash()
     for at in range(0, len(values), _PIECE_ELEMENTS):
         hashed.update(values[at : at + _PIECE_ELEMENTS])
     return hashed
@@ -126,7 +126,7 @@ def _are_lengths_consistent(store: TokenStore) -> bool:
         all_lengths[at : at + len(piece)] = piece
     last = np.full((2, 1), -1)
     for at in range(0, store.num_documents, _PIECE_DOCUMENTS):
-        numbers = store.by_length[at : at + _PIECE_DOCUMENTS].astype(np.int64)
+        numbers = store.documents_by_length[at : at + _PIECE_DOCUMENTS].astype(np.int64)
         if numbers.max() >= store.num_documents or numbers.min() < 0:
             return False
         lengths = all_lengths[numbers].astype(np.int64)
@@ -258,7 +258,7 @@ def _write_datasets(
     further = [n for names in FORM_DATASETS.values() for n in names if n in extents]
     further += [name for name in WEIGHT_DATASETS if name in extents]
     hashed = [*HASHED_DATASETS, *dict.fromkeys(further)]
-    hashes = {name: new_hash() for name in hashed}
+    hashes = {name: make_hash() for name in hashed}
     ends = {name: extents[name][0] for name in hashed}
 
     def append(name: str, array: np.ndarray) -> None:
@@ -296,12 +296,12 @@ class _LengthSorter:
     ) -> None:
         self._file, self._offset, self._dtype = file, offset, dtype
         starts = np.cumsum(counts) - counts
-        self._next = dict(zip(values.tolist(), starts.tolist(), strict=True))
-        self._held: list[np.ndarray] = []
+        self._next_indices = dict(zip(values.tolist(), starts.tolist(), strict=True))
+        self._held_lengths: list[np.ndarray] = []
         self._num_held = self._num_done = 0
 
     def add(self, lengths: np.ndarray) -> None:
-        self._held.append(np.asarray(lengths, dtype=np.int64))
+        self._held_lengths.append(np.asarray(lengths, dtype=np.int64))
         self._num_held += len(lengths)
         if self._num_held >= MAX_UNSORTED_DOCUMENTS:
             self.flush()
@@ -309,22 +309,22 @@ class _LengthSorter:
     def flush(self) -> None:
         if not self._num_held:
             return
-        lengths = np.concatenate(self._held)
+        lengths = np.concatenate(self._held_lengths)
         order = np.argsort(lengths, kind="stable")
         numbers = (order + self._num_done).astype(self._dtype)
         for value, start, stop in _find_runs(lengths[order]):
-            at = self._offset + self._next[value] * self._dtype.itemsize
+            at = self._offset + self._next_indices[value] * self._dtype.itemsize
             _write(self._file, numbers[start:stop].view(np.uint8).data, at)
-            self._next[value] += stop - start
+            self._next_indices[value] += stop - start
         self._num_done += self._num_held
-        self._held, self._num_held = [], 0
+        self._held_lengths, self._num_held = [], 0
 
 
-def _find_runs(rising: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def _find_runs(sorted_values: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yield (value, start, stop) for each run of equal values."""
-    starts = np.flatnonzero(np.diff(rising, prepend=rising[0] - 1))
-    stops = np.append(starts[1:], len(rising))
-    yield from zip(rising[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
+    starts = np.flatnonzero(np.diff(sorted_values, prepend=sorted_values[0] - 1))
+    stops = np.append(starts[1:], len(sorted_values))
+    yield from zip(sorted_values[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

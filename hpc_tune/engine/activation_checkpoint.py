@@ -55,7 +55,7 @@ _MATMUL_FIRST_OPERAND = {
     "aten._grouped_mm.default": 0,
     "transformers.grouped_mm_fallback.default": 0,
 }
-_KEPT_OPS = frozenset(
+_SAVED_OPS = frozenset(
     (
         *(
             f"aten._scaled_dot_product_{kind}_attention{where}.default"
@@ -74,7 +74,7 @@ _KEPT_OPS = frozenset(
     )
 )
 # The widest MLPs expand their input 8 times (Gemma), adapters expand 16 to 4096 and more.
-MAX_KEPT_EXPANSION = 8
+MAX_SAVED_EXPANSION = 8
 _SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
@@ -105,7 +105,7 @@ def checkpoint_blocks(
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
-def recompute_levers(
+def make_recompute_actions(
     blocks: Sequence[nn.Module],
     configured: RecomputeLevel,
     saving_context: MakeSavingContext = null_saving_context,
@@ -131,7 +131,7 @@ def recompute_levers(
     return {Action.RECOMPUTE: ActionHandle(recompute)}
 
 
-def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
+def disable_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``function`` to run outside torch's dispatch modes, such as that of selective recompute,
     which counts the operations of a block, or FakeTensorMode.
     """
@@ -144,7 +144,7 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     return run_outside_modes
 
 
-def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function`` so that selective recompute does not count its operations.
 
     Selective recompute finds what it kept by counting a block's operations, and fails if the
@@ -224,19 +224,19 @@ def _random_state(*args: Any) -> list[bytes]:
 
 
 def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (name := str(operator)) in _KEPT_OPS
+    kept = (name := str(operator)) in _SAVED_OPS
     if (first := _MATMUL_FIRST_OPERAND.get(name)) is not None:
-        kept = _is_worth_keeping(*args[first : first + 2])
+        kept = _is_worth_saving(*args[first : first + 2])
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # or a KN per group
-    """Whether a matmul makes rows of K values at most ``MAX_KEPT_EXPANSION`` times as long (N).
+def _is_worth_saving(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:  # or a KN per group
+    """Whether a matmul makes rows of K values at most ``MAX_SAVED_EXPANSION`` times as long (N).
 
     An adapter's second matmul has only the adapter's rank as K, and as many output values as the
     base layer: if those were kept too, selective would keep more than none.
     """
-    return MAX_KEPT_EXPANSION * other_KN.shape[-2] >= other_KN.shape[-1]
+    return MAX_SAVED_EXPANSION * right_KN.shape[-2] >= right_KN.shape[-1]
 
 
 # -- Inputs of recomputed blocks in pinned host memory, copied while blocks are computed.
@@ -276,9 +276,9 @@ class OffloadedInputs:
         self._reserve = settings.reserve
         self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # blocks by bytes
         self._leaving: tuple[torch.Tensor, Any] | None = None
-        self._last: weakref.ref[_Offloaded] | None = None
+        self._last: weakref.ref[_OffloadedTensor] | None = None
 
-    def levers(self) -> dict[Action, ActionHandle]:
+    def memory_actions(self) -> dict[Action, ActionHandle]:
         """Return the lever that offloads inputs, if that is off and possible and rows are long.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
@@ -312,7 +312,7 @@ class OffloadedInputs:
         def pack(x: torch.Tensor) -> Any:
             return self._move(x) if x.shape == shape and x.is_floating_point() else x
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back)
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._copy_back)
 
     def wait_for_copies(self) -> None:
         """Make later work on the device wait for all copies, as after a pass that was aborted."""
@@ -320,18 +320,18 @@ class OffloadedInputs:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _move(self, x: torch.Tensor) -> "_Offloaded":
+    def _move(self, x: torch.Tensor) -> "_OffloadedTensor":
         self._release_copied_input()
         x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
-        moved = _Offloaded(x, [self._take_block(size) for size in sizes], self._last)
+        moved = _OffloadedTensor(x, [self._take_block(size) for size in sizes], self._last)
         weakref.finalize(moved, self._return_blocks, sizes, moved.blocks)
         parts, on_host = moved.pair_with_blocks(x)
         self._leaving = x, self._copy(on_host, parts)
         self._last = weakref.ref(moved)
         return moved
 
-    def _bring_back(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Offloaded):
+    def _copy_back(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _OffloadedTensor):
             return packed  # type: ignore[no-any-return]
         self._release_copied_input()
         self._begin_copy_back(packed)
@@ -344,7 +344,7 @@ class OffloadedInputs:
             torch.cuda.current_stream(self._device).wait_event(is_there)
         return x
 
-    def _begin_copy_back(self, moved: "_Offloaded") -> None:
+    def _begin_copy_back(self, moved: "_OffloadedTensor") -> None:
         if moved.returning is None:
             x = torch.empty(moved.shape, dtype=moved.dtype, device=self._device)
             moved.returning = x, self._copy(*moved.pair_with_blocks(x))
@@ -355,14 +355,14 @@ class OffloadedInputs:
             torch.cuda.current_stream(self._device).wait_event(self._leaving[1])
         self._leaving = None
 
-    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Any:
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
         """Enqueue copies behind the work so far; return the event of their end, None if none."""
-        if self._stream is not None and to:
+        if self._stream is not None and targets:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for part, other in zip(to, source, strict=True):
+            for part, other in zip(targets, sources, strict=True):
                 part.copy_(other, non_blocking=True)
-        return self._stream.record_event() if self._stream is not None and to else None
+        return self._stream.record_event() if self._stream is not None and targets else None
 
     def _take_block(self, num_bytes: int) -> torch.Tensor | None:
         if waiting := self._free[num_bytes]:
@@ -379,7 +379,7 @@ class OffloadedInputs:
             self._free[size].append(block)
 
 
-class _Offloaded:
+class _OffloadedTensor:
     """An input that was moved to ``blocks``, and the one that was moved before it.
 
     ``returning``: its tensor on the device, once copied back, and the event of the copy's end.
@@ -389,7 +389,7 @@ class _Offloaded:
         self,
         x: torch.Tensor,
         blocks: Sequence[torch.Tensor | None],
-        before: "weakref.ref[_Offloaded] | None",
+        before: "weakref.ref[_OffloadedTensor] | None",
     ) -> None:
         self.shape, self.dtype, self.blocks = x.shape, x.dtype, blocks
         self.before = before

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.model.layers import has_weight_decay
-from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.step.size import MOMENT_NAMES, NUM_MOMENTS
 from hpc_tune.world.pinned import empty_pinned_cache, empty_pinned_like
@@ -59,19 +59,19 @@ def _half_cosine(progress: float) -> float:
 
 
 def make_adamw(
-    named: Sequence[tuple[str, nn.Parameter]],
+    named_params: Sequence[tuple[str, nn.Parameter]],
     optim: OptimConfig,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> torch.optim.AdamW:
     """Return a fused AdamW with its state allocated: two moments in each parameter's dtype."""
-    adamw = make_stateless_adamw(parameter_groups(named, optim), optim)
-    for _, parameter in named:
+    adamw = make_stateless_adamw(parameter_groups(named_params, optim), optim)
+    for _, parameter in named_params:
         adamw.state[parameter] = initial_state(parameter, reserve)
     return adamw
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
+    named_params: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[dict[str, Any]]:
     """Return AdamW's groups, each with the ``lr_ratio`` that multiplies its learning rate.
 
@@ -80,7 +80,7 @@ def parameter_groups(
     are in groups of their own: the fused update does not accept a mixture.
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in named:
+    for name, parameter in named_params:
         is_faster = optim.lora_b_ratio != 1 and (parameter.dim() < 2 or is_lora_b(name))
         key = (not has_weight_decay(name, parameter), is_faster, isinstance(parameter, DTensor))
         groups.setdefault(key, []).append(parameter)
@@ -110,7 +110,7 @@ def make_stateless_adamw(groups: list[dict[str, Any]], optim: OptimConfig) -> to
 
 
 def initial_state(
-    parameter: torch.Tensor, reserve: Reserve = reserve_nothing
+    parameter: torch.Tensor, reserve: ReserveFunction = reserve_nothing
 ) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter before its first step."""
     if parameter.device.type == "cpu":
@@ -197,11 +197,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _distribute_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _distribute_like(parameter: torch.Tensor, local_values: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a tensor that is distributed like ``parameter``."""
     if not isinstance(parameter, DTensor):
-        return local
+        return local_values
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local_values,
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.activation_checkpoint import disable_dispatch_modes
 from hpc_tune.engine.adamw import initial_state, local_tensor, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import MOMENT_NAMES, VALUES_PER_8BIT_BLOCK, has_8bit_moments
 
@@ -60,10 +60,10 @@ def require_single_slices(stage: BuiltModel) -> None:
     """
     for name, parameter in stage.module.named_parameters():
         cut = stage.slices.get(name)
-        if cut is not None and cut.parts > 1 and parameter.requires_grad:
+        if cut is not None and cut.num_parts > 1 and parameter.requires_grad:
             raise ConfigError(
                 f"optim.name=adamw_8bit with parallel.tensor or parallel.expert > 1: "
-                f"{stage.saved_names[name]} is cut into {cut.parts} slices for each rank, and "
+                f"{stage.saved_names[name]} is cut into {cut.num_parts} slices for each rank, and "
                 "moments in 8 bits need one slice; use parallel.shard or parallel.pipeline, or "
                 "optim.name=adamw"
             )
@@ -77,14 +77,14 @@ class CodeTable:
     borders: torch.Tensor
 
     @classmethod
-    def on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
+    def make_on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table on a device."""
         values, borders = _compute_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
 
 
 @functools.cache
-@without_dispatch_modes
+@disable_dispatch_modes
 def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     """Return torchao's values and the smallest numbers that it maps to the codes 1 to 255.
 
@@ -121,7 +121,10 @@ class QuantizedMoment:
     @classmethod
     def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "QuantizedMoment":
         """Return a moment of zeros."""
-        table, num_blocks = CodeTable.on_device(signed, device), num_values // VALUES_PER_8BIT_BLOCK
+        table, num_blocks = (
+            CodeTable.make_on_device(signed, device),
+            num_values // VALUES_PER_8BIT_BLOCK,
+        )
         scales = torch.full((num_blocks,), _MIN_SCALE, device=device)
         zero = torch.full((num_blocks, VALUES_PER_8BIT_BLOCK), 127 if signed else 0, device=device)
         return cls(zero.to(torch.uint8), scales, table)
@@ -184,21 +187,21 @@ class AdamW8Bit(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    named: Sequence[tuple[str, nn.Parameter]],
+    named_params: Sequence[tuple[str, nn.Parameter]],
     optim: OptimConfig,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> torch.optim.Optimizer:
     """Return the AdamW that optim.name selects, with its state allocated."""
     if not optim.is_8bit:
-        return make_adamw(named, optim, reserve)
+        return make_adamw(named_params, optim, reserve)
     defaults = {"lr": optim.peak_lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
-    optimizer = AdamW8Bit(parameter_groups(named, optim), defaults)
-    for _, parameter in named:
+    optimizer = AdamW8Bit(parameter_groups(named_params, optim), defaults)
+    for _, parameter in named_params:
         optimizer.state[parameter] = _initial_state(parameter, reserve)
     return optimizer
 
 
-def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
+def _initial_state(parameter: torch.Tensor, reserve: ReserveFunction) -> dict[str, Any]:
     num_values, device = local_tensor(parameter).numel(), parameter.device
     # By the whole parameter's size, so that every layout makes the same choice.
     is_large = has_8bit_moments(parameter.numel())
@@ -265,7 +268,7 @@ def fill_moment(
     where: LocalRegion,
     index: TensorIndex,
     name: str,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> None:
     """Read the part of a moment that ``where`` describes.
 

@@ -19,7 +19,7 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
@@ -40,7 +40,7 @@ class EngineSettings:
     device: torch.device
     optim: OptimConfig
     train: TrainConfig = TrainConfig()
-    reserve: Reserve = reserve_nothing
+    reserve: ReserveFunction = reserve_nothing
     run_and_agree: RunAndAgree = run_on_single_rank
     faults: Faults = NO_FAULTS
     row_tokens: int = 0
@@ -82,12 +82,12 @@ class Engine(Protocol):
     ``saves_in_background``: whether ``regions`` may be read while the next ``accumulate`` runs.
     ``can_repeat_steps``: whether a step can be run again after a pass runs out of memory, because
     no other rank waits for this one during a pass: ``accumulate`` returns the error then.
-    ``levers``: what the memory governor may change in this engine between two steps.
+    ``memory_actions``: what the memory governor may change in this engine between two steps.
     """
 
     saves_in_background: bool
     can_repeat_steps: bool
-    levers: dict[Action, ActionHandle]
+    memory_actions: dict[Action, ActionHandle]
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
@@ -113,13 +113,13 @@ class Engine(Protocol):
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
-        within_step: bool = False,
+        is_within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with their sums of ``objective``, computed without gradients.
 
         Every rank passes the same number of them; of the ranks that work on the same rows, one
         yields them. Those without loss may be left out. The default objective is the trained one.
-        With ``within_step``, the messages of the pass count as the coming step's.
+        With ``is_within_step``, the messages of the pass count as the coming step's.
         """
 
     def regions(self) -> list[Region]:

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.log import SAME_ON_ALL_RANKS, log
+from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
 from hpc_tune.memory.host import COMPILE_WORKER_BYTES
 from hpc_tune.memory.policy import COMPILING_SHARE
 from hpc_tune.model.loss import (
     LogitsKernels,
     LossModel,
     cross_entropies,
-    write_exponentials_fusible,
+    write_fusible_exponentials,
 )
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import DocumentStarts
@@ -40,7 +40,7 @@ Forward = Callable[..., Any]
 MAX_GRAPHS = 64
 # From here on inductor's one-dimensional GPU kernels, and only those, draw four numbers at a time
 # as if their offsets were contiguous, and another kernel that draws them again gets others.
-_WRONG_DROPOUT_SINCE = (2, 13)
+_FIRST_WRONG_DROPOUT_TORCH = (2, 13)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -57,7 +57,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 def compile_loss(module: LossModel) -> None:
     """Compile what ``module`` computes from logits: one pass over them instead of eight."""
     module.logits_kernels = LogitsKernels(
-        _compile_any_length(write_exponentials_fusible), _compile_any_length(cross_entropies)
+        _compile_any_length(write_fusible_exponentials), _compile_any_length(cross_entropies)
     )
 
 
@@ -111,7 +111,7 @@ def prepare_compiler(
         log.warning(
             "train.compile=true may gain nothing on CPUs: hpc_tune's own layers were as fast where "
             "both were measured, and need no compiling; compare tokens/s with train.compile=false",
-            extra=SAME_ON_ALL_RANKS,
+            extra=LOG_ON_RANK_0_ONLY,
         )
     workers = num_compile_workers(threads, host_bytes)
     config.compile_threads = workers
@@ -150,11 +150,11 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
 
 
 def _refuse_wrong_dropout(device: torch.device, dropout: float) -> None:
-    major, minor = _WRONG_DROPOUT_SINCE
+    major, minor = _FIRST_WRONG_DROPOUT_TORCH
     if (
         dropout
         and device.type == "cuda"
-        and parse_release(torch.__version__) >= _WRONG_DROPOUT_SINCE
+        and parse_release(torch.__version__) >= _FIRST_WRONG_DROPOUT_TORCH
     ):
         raise ConfigError(
             f"train.compile=true with tune.dropout={dropout:g} is not possible on a GPU with torch "
@@ -203,7 +203,7 @@ def _compile_forward(forward: Forward) -> Forward:
             return forward(self, hidden_BTD, *args, **kwargs)
         num_rows, num_tokens, _ = hidden_BTD.shape
         starts = DocumentStarts(starts_N, num_rows, num_tokens, longest_L.shape[0])
-        with batch_context.using(MicroBatch(starts=starts)):
+        with batch_context.use_batch(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 
     compiled = torch.compile(forward_within_documents)
@@ -230,7 +230,7 @@ def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """
     if (starts := batch_context.batch.starts) is None:
         return None, None
-    both = starts.starts_N, starts.starts_N[:1].expand(starts.longest)
+    both = starts.starts_N, starts.starts_N[:1].expand(starts.max_length)
     for tensor in both:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return both

@@ -12,10 +12,10 @@ from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import LARGE_MESSAGE_BYTES, wait_until_connected
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.kernels import why_no_partial_documents
+from hpc_tune.model.kernels import partial_document_fault
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import force_document_attention
-from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, cut_batch_to_rank
+from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, shard_batch_to_rank
 from hpc_tune.step.layout import Layout
 
 
@@ -61,10 +61,10 @@ def make_row_share(
         partial(collectives.reduce_scatter_into, group=group),
     )
     part = settings.plan.row_part(group.rank())
-    kernel_takes_parts = not (
-        part.is_head_tail and why_no_partial_documents(settings.plan.model, dtype, settings.device)
+    kernel_supports_parts = not (
+        part.is_head_tail and partial_document_fault(settings.plan.model, dtype, settings.device)
     )
-    return RankShare(part, messages, kernel_takes_parts)
+    return RankShare(part, messages, kernel_supports_parts)
 
 
 def share_attention(module: LossModel, share: SharedRows | None) -> None:
@@ -87,8 +87,8 @@ def try_sharing_attention(module: LossModel) -> bool:
     return not module.needs_mask and force_document_attention(module.causal_lm()) is not None
 
 
-def share_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Batch]:
+def shard_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Batch]:
     """Return this rank's tokens of each batch."""
     if share is None:
         return list(batches)
-    return [cut_batch_to_rank(batch, share.part) for batch in batches]
+    return [shard_batch_to_rank(batch, share.part) for batch in batches]

@@ -114,7 +114,7 @@ class CountedCollectives:
             self._bytes[kind] += num_bytes
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def counting_paused(self) -> Iterator[None]:
         """Count nothing in the block: it is no step, so nobody would read or clear the counts."""
         before, self._counts = self._counts, False
         try:
@@ -146,7 +146,7 @@ class CountedCollectives:
         self._events.append((start, self._record_timed_event()))
 
     @contextmanager
-    def counted_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
+    def counting_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
         """Count bytes that a GPU sends beside its compute stream; on a CPU, count the time too."""
         if not self._cuda:
             with self.counted(kind, num_bytes):
@@ -159,10 +159,10 @@ class CountedCollectives:
         """Record an event on a GPU's current stream; None on a CPU, or if nothing is counted."""
         return self._record_timed_event() if self._cuda and self._counts else None
 
-    def count_wait_until(self, done: Any, since: Any = None) -> None:
-        """Count the time until ``done``, an event of another stream, from ``since`` or from now."""
-        if done is not None and self._counts:
-            self._events.append((since or self._record_timed_event(), done))
+    def count_wait(self, end_event: Any, start_event: Any = None) -> None:
+        """Count the time until ``end_event``, an event of another stream, from ``start_event`` or from now."""
+        if end_event is not None and self._counts:
+            self._events.append((start_event or self._record_timed_event(), end_event))
 
     def _record_timed_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -187,8 +187,8 @@ class _FsdpCollective:
 
     def pop_end_event(self) -> Any:
         """Return the GPU's event of the end of the last message, only once; else None."""
-        done, self._done = self._done, None
-        return done
+        end_event, self._done = self._done, None
+        return end_event
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -206,7 +206,7 @@ class FsdpAllGather(_FsdpCollective):
     ) -> Any:
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
-        with self._collectives.counted_overlapped("all_gather", sent):
+        with self._collectives.counting_overlapped("all_gather", sent):
             work = self._collectives.all_gather_uncounted(
                 output_tensor, input_tensor, group, async_op
             )
@@ -230,7 +230,7 @@ class FsdpReduceScatter(_FsdpCollective):
             output_tensor.copy_(input_tensor)
             return None
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
-        with self._collectives.counted_overlapped("reduce_scatter", sent):
+        with self._collectives.counting_overlapped("reduce_scatter", sent):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
         self._done = self._collectives.record_end_event()
         return work
@@ -250,32 +250,32 @@ class FsdpReduceScatter(_FsdpCollective):
 
 def time_fsdp_waits(module: nn.Module, collectives: CountedCollectives) -> None:
     """Time how long a GPU waits for the messages of the sharded units of ``module``."""
-    sums = ReduceScatterWaits(collectives)
+    waits = ReduceScatterWaits(collectives)
     for group in {id(group): group for group in _fsdp_groups(module)}.values():
-        time_group_waits(group, collectives, sums)
+        time_group_waits(group, collectives, waits)
 
 
 def time_group_waits(
-    group: Any, collectives: CountedCollectives, sums: "ReduceScatterWaits"
+    group: Any, collectives: CountedCollectives, waits: "ReduceScatterWaits"
 ) -> None:
-    """Time the waits of one of FSDP2's parameter groups; the groups of a module share ``sums``."""
+    """Time the waits of one of FSDP2's parameter groups; the groups of a module share ``waits``."""
     wait, finalize = group.wait_for_unshard, group.finalize_backward
     post_backward, reshard = group.post_backward, group.reshard
 
     def timed_wait() -> None:
         gather = group._all_gather_comm
         if group._all_gather_result is not None and isinstance(gather, FsdpAllGather):
-            collectives.count_wait_until(gather.pop_end_event())
+            collectives.count_wait(gather.pop_end_event())
         wait()
 
     def timed_post_backward(*unused: Any) -> None:
-        sums.begin_wait(group)
+        waits.begin_wait(group)
         post_backward(*unused)
-        sums.end_wait(group)
+        waits.end_wait(group)
 
     def reshard_then_restart_wait() -> None:
         reshard()
-        sums.restart_wait()
+        waits.restart_wait()
 
     def timed_finalize() -> None:
         with collectives.timing_wait():
@@ -308,13 +308,13 @@ class ReduceScatterWaits:
 
     def end_wait(self, group: Any) -> None:
         """Note that FSDP2 has waited for the sums it no longer keeps, and has begun the next."""
-        kept, since, self._start_event = _pending_events(group), self._start_event, None
-        for event, done in self._pending:
-            if since is not None and not any(event is other for other in kept):
-                self._collectives.count_wait_until(done, since)
+        kept, start_event, self._start_event = _pending_events(group), self._start_event, None
+        for event, end_event in self._pending:
+            if start_event is not None and not any(event is other for other in kept):
+                self._collectives.count_wait(end_event, start_event)
         scatter = group._reduce_scatter_comm
         last = scatter.pop_end_event() if isinstance(scatter, FsdpReduceScatter) else None
-        known = {id(event): done for event, done in self._pending}
+        known = {id(event): end_event for event, end_event in self._pending}
         self._pending = [(event, known.get(id(event), last)) for event in kept]
 
 

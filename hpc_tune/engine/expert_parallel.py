@@ -25,7 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hpc_tune.engine.activation_checkpoint import outside_recompute
+from hpc_tune.engine.activation_checkpoint import exclude_from_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
@@ -51,7 +51,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
                     else f"{type(stack.owner).__name__} does not tell which tokens it takes"
                 )
                 raise ConfigError(f"parallel.expert={ranks}: {path}: {why}; use parallel.shard")
-            _cut_stack(stack, rank, ranks, slices)
+            _shard_stack(stack, rank, ranks, slices)
         while hasattr(layer, "base_layer"):
             layer.num_experts //= ranks
             layer = layer.base_layer
@@ -73,9 +73,9 @@ def add_token_dispatch(
     """
     for _, layer in find_expert_stack_modules(module):
         owner = find_expert_stacks(layer)[0].owner
-        local: Callable[..., torch.Tensor] = layer.forward
+        local_forward: Callable[..., torch.Tensor] = layer.forward
         exchange = _TokenExchange(group, collectives, owner.num_experts)
-        layer.forward = types.MethodType(_with_dispatch(local, exchange), layer)
+        layer.forward = types.MethodType(_with_dispatch(local_forward, exchange), layer)
 
 
 def find_expert_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
@@ -86,7 +86,7 @@ def find_expert_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
     return [(path, module.get_submodule(path)) for path in roots]
 
 
-def _cut_stack(
+def _shard_stack(
     stack: ExpertStack, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]
 ) -> None:
     """Cut a stack, its bias (a row for each expert), and its adapters."""
@@ -121,7 +121,7 @@ class _TokenExchange:
     ) -> None:
         self.group, self.collectives, self.experts_per_rank = group, collectives, experts_per_rank
 
-    @outside_recompute
+    @exclude_from_recompute
     def exchange_counts(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows come from each rank for each own expert [G, E / G], and sums.
 
@@ -163,10 +163,10 @@ class _TokenExchange:
         return out
 
 
-def _assert_same_counts(first: torch.Tensor, again: torch.Tensor) -> None:
+def _assert_same_counts(first: torch.Tensor, second: torch.Tensor) -> None:
     """Make the device fail if counts differ, so that the host does not wait for it."""
     chosen_anew = "a recomputed router chose other experts than in its first pass"
-    torch._assert_async((first == again).all(), chosen_anew)
+    torch._assert_async((first == second).all(), chosen_anew)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -194,13 +194,13 @@ def _all_to_all(
 
 
 def _with_dispatch(
-    local: Callable[..., torch.Tensor], exchange: _TokenExchange
+    local_forward: Callable[..., torch.Tensor], exchange: _TokenExchange
 ) -> Callable[..., Any]:
     def forward(
-        _: Any, hidden_NH: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
+        _: Any, hidden_NH: torch.Tensor, expert_ids_NK: torch.Tensor, weights_NK: torch.Tensor
     ) -> torch.Tensor:
-        num_tokens, num_chosen = chosen_NK.shape
-        ids_S, order_S = torch.sort(chosen_NK.reshape(-1).long(), stable=True)
+        num_tokens, num_chosen = expert_ids_NK.shape
+        ids_S, order_S = torch.sort(expert_ids_NK.reshape(-1).long(), stable=True)
         # Before the host waits for the counts, do all that does not need them.
         send_SH = hidden_NH[order_S // num_chosen]
         inverse_S = torch.empty_like(order_S)
@@ -214,7 +214,7 @@ def _with_dispatch(
             come_H = torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])])
             own = own.new_zeros(1)
         ones = weights_NK.new_ones(len(own), 1)
-        out_H = local(come_H, own.unsqueeze(1), ones)[: sum(receive)]
+        out_H = local_forward(come_H, own.unsqueeze(1), ones)[: sum(receive)]
         back_SH = exchange(out_H, receive, send)
         each_NKH = back_SH[inverse_S].view(num_tokens, num_chosen, -1)
         summed_NH = (each_NKH * weights_NK.unsqueeze(-1)).sum(1)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hpc_tune.engine.activation_checkpoint import outside_recompute
+from hpc_tune.engine.activation_checkpoint import exclude_from_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
 from hpc_tune.engine.expert_parallel import find_expert_stack_modules
 from hpc_tune.engine.mesh import Mesh
@@ -51,7 +51,7 @@ def shard(
     """
     full, parallel = plan.size.is_fully_trained, plan.parallel
     named = built.module.named_parameters()
-    whole = {p for n, p in named if plan.stays_whole(p.requires_grad, is_vector(n, p))}
+    whole = {p for n, p in named if plan.is_replicated(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
         experts = [part for _, part in find_expert_stack_modules(built.module)]
@@ -71,19 +71,19 @@ def shard(
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     let_fsdp_shard_integers()
     for unit in [*experts, *_fsdp_units(built, blocks, parallel.blocks_per_unit)]:
-        for_experts = unit in experts
-        ranks = mesh.weight_mesh(with_replicas=full, for_experts=for_experts)
+        are_experts = unit in experts
+        ranks = mesh.weight_mesh(includes_replicas=full, are_experts=are_experts)
         is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
         fully_shard(
             unit,
             mesh=ranks,
             reshard_after_forward=parallel.reshard == "block" and not is_end,
-            shard_placement_fn=partial(_placement, ranks.size(-1)) if for_experts else None,
+            shard_placement_fn=partial(_placement, ranks.size(-1)) if are_experts else None,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
         )
-        if for_experts:
+        if are_experts:
             _gather_outside_recompute(unit)
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays gathered for its backward pass, which comes next and then needs no gathering.
@@ -103,9 +103,9 @@ def _fsdp_units(
     units: list[nn.Module | list[nn.Module]] = [
         blocks[i : i + blocks_per_unit] for i in range(0, len(blocks), blocks_per_unit)
     ]
-    if built.tied is None and built.module.is_first_stage:
+    if built.tied_name is None and built.module.is_first_stage:
         units.append(built.module.causal_lm().get_input_embeddings())
-    if built.tied is None and built.module.is_last_stage:
+    if built.tied_name is None and built.module.is_last_stage:
         built.module.head_unit = HeadUnit(built.module.causal_lm().get_output_embeddings())
         units.append(built.module.head_unit)
     return [*units, built.module]
@@ -115,7 +115,7 @@ def _gather_outside_recompute(unit: Any) -> None:
     """Hide the gathering of a unit from selective recompute of the block around it."""
     for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
         for number, hook in hooks.items():
-            hooks[number] = outside_recompute(hook)
+            hooks[number] = exclude_from_recompute(hook)
 
 
 def _free_gather_buffer(unit: Any, _args: Any) -> None:
@@ -161,19 +161,19 @@ def _use_counted_sums(module: FSDPModule, replicas: int, collectives: CountedCol
         module.set_all_reduce_hook(count_all_reduce)
 
 
-def prepare_backward(module: LossModel, is_last: bool, keeps_gathered: bool) -> None:
+def prepare_backward(module: LossModel, is_last: bool, keeps_weights_gathered: bool) -> None:
     """Prepare a backward pass.
 
-    With ``keeps_gathered``, gathered weights and whole gradients stay until the step's last pass.
+    With ``keeps_weights_gathered``, gathered weights and whole gradients stay until the step's last pass.
     Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last pass. FSDP2
     gathers an untied embedding in backward passes too, which do not need it. If it is frozen, the
     next forward pass finds it gathered, so only the last pass skips that; if trained, all do.
     """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last or not keeps_gathered)
+        module.set_requires_gradient_sync(is_last or not keeps_weights_gathered)
         module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)
-        module.set_reshard_after_backward(is_last or not keeps_gathered)
+        module.set_reshard_after_backward(is_last or not keeps_weights_gathered)
         embedding: nn.Module = module.causal_lm().get_input_embeddings()
         is_trained = any(parameter.requires_grad for parameter in embedding.parameters())
         if isinstance(embedding, FSDPModule):

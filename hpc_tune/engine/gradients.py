@@ -16,7 +16,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
-from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
 from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, StepPlan
 
 _VALUES_AT_ONCE = 1 << 22
@@ -28,7 +28,7 @@ class TrainedWeight:
 
     ``partial``: its gradient is still to be summed over the tensor axis. ``num_copies``: how many
     ranks hold the same values. ``tied``: it is the last stage's copy of the embedding, which the
-    first stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it
+    first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints. ``is_expert_parallel``: it
     belongs to experts that are spread over ranks of the shard axis.
     """
 
@@ -38,7 +38,7 @@ class TrainedWeight:
     partial: bool
     num_copies: int
     tied: bool
-    writes: bool
+    writes_checkpoint: bool
     is_expert_parallel: bool = False
 
     @property
@@ -62,26 +62,28 @@ def list_trained_weights(
     stage: BuiltModel, mesh: Mesh, partial: frozenset[str]
 ) -> list[TrainedWeight]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
-    layout, coordinates, trained = mesh.layout, mesh.coordinates, []
+    layout, coordinates, trained_weights = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
-        is_spread = sliced and layout.expert > 1
-        with_copy = layout.expert if is_spread else 1  # ranks of the shard axis per full copy
+        is_distributed = sliced and layout.expert > 1
+        with_copy = layout.expert if is_distributed else 1  # ranks of the shard axis per full copy
         num_copies = layout.replicate
         num_copies *= 1 if sharded else layout.shard // with_copy
         num_copies *= 1 if sliced else layout.tensor
-        tied = not stage.module.is_first_stage and stage.saved_names[name] == stage.tied
-        writes = (
+        tied = not stage.module.is_first_stage and stage.saved_names[name] == stage.tied_name
+        writes_checkpoint = (
             coordinates.replicate == 0
             and (sharded or coordinates.shard < with_copy)
             and (sliced or coordinates.tensor == 0)
             and not tied
         )
         what = (name, stage, parameter, name in partial)
-        trained.append(TrainedWeight(*what, num_copies, tied, writes, is_spread))
-    return trained
+        trained_weights.append(
+            TrainedWeight(*what, num_copies, tied, writes_checkpoint, is_distributed)
+        )
+    return trained_weights
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class OverlappedAllReduce:
         for parameter in reversed(bucket.parameters):
             start, num = start - parameter.numel(), num + 1
             parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._on_gradient, len(self._pieces))
+                functools.partial(self._handle_gradient, len(self._pieces))
             )
             if (stop - start) * itemsize >= GRADIENT_PIECE_BYTES or start == 0:
                 self._pieces.append(bucket.grads[start:stop])
@@ -141,29 +143,29 @@ class OverlappedAllReduce:
         self._collectives.finish(self._works)
         self._works.clear()
 
-    def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
+    def _handle_gradient(self, piece_index: int, parameter: torch.Tensor) -> None:
         if not self._is_last:
             return
-        self._missing[number] -= 1
+        self._missing[piece_index] -= 1
         while (at := len(self._works)) < len(self._pieces) and self._missing[at] == 0:
             self._works.append(self._collectives.begin_all_reduce(self._pieces[at], self._group))
 
 
 def make_buckets(
-    trained: Iterable[TrainedWeight],
+    trained_weights: Iterable[TrainedWeight],
     plan: StepPlan,
     mesh: Mesh,
     device: torch.device,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> list[Bucket]:
     """Make the flat buffers: one for all gradients that are all-reduced over the same ranks."""
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
-    for weight in trained:
+    for weight in trained_weights:
         if not weight.is_sharded:
             key = weight.partial, weight.num_copies, weight.tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, num_copies, tied, is_spread), parameters in groups.items():
+    for (partial, num_copies, tied, is_distributed), parameters in groups.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
             reserve(num * parameters[0].dtype.itemsize)
@@ -172,7 +174,7 @@ def make_buckets(
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
-        group = mesh.group(*plan.reduction_axes(partial, is_spread))
+        group = mesh.group(*plan.reduction_axes(partial, is_distributed))
         buckets.append(Bucket(flat, group, num_copies, tied, parameters))
     return buckets
 
@@ -181,14 +183,14 @@ def sum_squares(
     buckets: Sequence[Bucket],
     sharded: Sequence[TrainedWeight],
     device: torch.device,
-    is_spread: bool,
+    is_distributed: bool,
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
-    If ``is_spread``, weights are spread over ranks, and each one's sum is divided by its number of
+    If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its number of
     copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
-    counted = [(b.grads, b.num_copies if is_spread else 1) for b in buckets if not b.tied]
+    counted = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.tied]
     counted += [
         (weight.local_grad, weight.num_copies)
         for weight in sharded

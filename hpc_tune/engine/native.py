@@ -21,7 +21,7 @@ from hpc_tune.batch import Batch, padding_batch
 from hpc_tune.engine.activation_checkpoint import (
     OffloadedInputs,
     checkpoint_blocks,
-    recompute_levers,
+    make_recompute_actions,
 )
 from hpc_tune.engine.adamw import OffloadedAdamW, set_lr
 from hpc_tune.engine.adamw_8bit import (
@@ -40,7 +40,7 @@ from hpc_tune.engine.base import (
     seed_micro_batch,
 )
 from hpc_tune.engine.compile import compile_blocks, compile_loss
-from hpc_tune.engine.context_parallel import make_row_share, share_attention, share_batches
+from hpc_tune.engine.context_parallel import make_row_share, shard_batches, share_attention
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import add_token_dispatch, distribute_experts
 from hpc_tune.engine.fsdp import prepare_backward, release_gathered_weights, shard
@@ -53,7 +53,7 @@ from hpc_tune.engine.gradients import (
     sum_squares,
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
-from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
+from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, split_into_stages
 from hpc_tune.engine.row_pieces import MlpPieces
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
@@ -137,7 +137,7 @@ class NativeEngine:
         self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = mesh or Mesh(layout, device, plan.uses_fsdp)
-        trains_tied = built.tune.method == "full" and built.tied is not None
+        trains_tied = built.tune.method == "full" and built.tied_name is not None
         self._tied_group = self._mesh.first_last_stage_group() if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
@@ -165,13 +165,13 @@ class NativeEngine:
         self._watch.hook_routers(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
         self.pieces = MlpPieces(blocks, settings)
-        self.levers = self._make_levers(blocks)
+        self.memory_actions = self._make_memory_actions(blocks)
         self._sharded = [t for t in self._trained if t.is_sharded]
-        self.can_repeat_steps = plan.only_replicates
+        self.can_repeat_steps = plan.has_only_replicas
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
-            if plan.only_replicates and bucket.group is not None
+            if plan.has_only_replicas and bucket.group is not None
         ]
         self._offloaded: OffloadedAdamW | None = None
         self._pipeline = None
@@ -221,10 +221,10 @@ class NativeEngine:
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
-        within_step: bool = False,
+        is_within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
-        with nullcontext() if within_step else self._collectives.uncounted():
+        with nullcontext() if is_within_step else self._collectives.counting_paused():
             yield from self._objective_sums(batches, objective)
 
     def _objective_sums(
@@ -240,7 +240,7 @@ class NativeEngine:
             remaining = iter(batches)
             while group := list(islice(remaining, 2 * self._layout.pipeline)):
                 whole = self._batches_to_run(group, training=False)
-                used = share_batches(whole, self._share)
+                used = shard_batches(whole, self._share)
                 self._copies.begin(used)
                 if self._pipeline is not None:
                     objective_sums = self._pipeline.evaluate(used, self._forward)
@@ -260,7 +260,7 @@ class NativeEngine:
     def regions(self) -> list[Region]:
         """Return what this rank holds and no lower rank does; see ``base.Engine``."""
         regions: list[Region] = []
-        for trained in (t for t in self._trained if t.writes):
+        for trained in (t for t in self._trained if t.writes_checkpoint):
             for name, number, region in self._saved_regions(trained):
                 if (local := region.local).numel():
                     what = name, local.dtype, region.box, region.full_shape
@@ -301,21 +301,23 @@ class NativeEngine:
         compiles = self._settings.train.compiles
         eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         self._adapters.refresh()
-        with eager, self._collectives.uncounted():
+        with eager, self._collectives.counting_paused():
             # The first stage of a pipeline keeps the activations of several micro-batches.
             stages = self._plan.layout.pipeline
             self._forward_backward([batch] * (2 * stages if stages > 1 else 1), 1)
         self._zero_grad()
 
-    def _make_levers(self, blocks: Sequence[nn.Module]) -> dict[Action, ActionHandle]:
+    def _make_memory_actions(self, blocks: Sequence[nn.Module]) -> dict[Action, ActionHandle]:
         settings, parallel = self._settings, self._settings.parallel
-        levers = recompute_levers(blocks, parallel.recompute, self.inputs.saving_context)
-        levers |= self.pieces.levers() | self.inputs.levers()
+        memory_actions = make_recompute_actions(
+            blocks, parallel.recompute, self.inputs.saving_context
+        )
+        memory_actions |= self.pieces.memory_actions() | self.inputs.memory_actions()
         has_device = self._device.type == "cuda" or settings.faults.offloads_without_gpu
         moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
         if has_device and moves:
-            levers[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
-        return levers
+            memory_actions[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
+        return memory_actions
 
     def _move_optimizer(self, times: int) -> str:
         if self._offloaded is not None:
@@ -332,15 +334,15 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""
         total = self._zero_sums()
-        used = share_batches(self._batches_to_run(batches), self._share)
+        used = shard_batches(self._batches_to_run(batches), self._share)
         self._copies.begin(used)
 
         def backward(
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
         ) -> None:
             nonlocal total
-            keeps_gathered = self._settings.parallel.reshard == "step"
-            prepare_backward(self.stages[chunk].module, is_last, keeps_gathered)
+            keeps_weights_gathered = self._settings.parallel.reshard == "step"
+            prepare_backward(self.stages[chunk].module, is_last, keeps_weights_gathered)
             if grad_BTD is not None:
                 out.backward(grad_BTD.to(out.dtype))
                 return
@@ -389,7 +391,7 @@ class NativeEngine:
             if trained.partial:
                 self._collectives.all_reduce(trained.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
-            tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
+            tied = next(t for t in self._trained if t.saved_name == t.stage.tied_name)
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
     def _saved_regions(self, trained: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
@@ -424,9 +426,9 @@ class NativeEngine:
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm; return the global norm before that."""
-        is_spread = self._plan.spreads_gradients
-        squares = sum_squares(self._buckets, self._sharded, self._device, is_spread)
-        if is_spread:
+        is_distributed = self._plan.shards_gradients
+        squares = sum_squares(self._buckets, self._sharded, self._device, is_distributed)
+        if is_distributed:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
         if clip_norm := self._settings.optim.clip_norm:
@@ -470,7 +472,7 @@ def _load_stages(
     prepare_heap_and_dropout(built, settings.train, layout.shard > 1)
     cuts = [built]
     if layout.pipeline > 1:
-        cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)
+        cuts = split_into_stages(built, settings.plan, mesh.coordinates.pipeline)
     stages, trained = [], []
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives, adapters, inputs)

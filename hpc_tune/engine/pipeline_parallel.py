@@ -1,6 +1,6 @@
 """Pipeline parallelism: decoder blocks spread over ranks, which send activations to each other.
 
-    cut_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
+    split_into_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
     connect_stages  the groups of neighbors, each with its connection made
     schedule_passes (pure) the order of forward and backward passes of one rank
     Pipeline        runs that order; receives are posted ahead of the passes that need them
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.activation_checkpoint import disable_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import mirror_group_creation, wait_until_connected
 from hpc_tune.errors import ConfigError
@@ -41,8 +41,8 @@ from hpc_tune.step.plan import StepPlan
 LOOKAHEAD = {"cpu": 2, "cuda": 0}
 
 
-@without_dispatch_modes  # a plan's fake tensors cannot be deep-copied
-def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
+@disable_dispatch_modes  # a plan's fake tensors cannot be deep-copied
+def split_into_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
     """Return the stages of pipeline rank ``rank``, in order.
 
     Parameters keep their names, but an embedding that is tied to the head has the head's name on
@@ -54,7 +54,7 @@ def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]
     blocks = plan.stages
     _require_trained_stages(built, blocks)
     return [
-        _cut_stage(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
+        _extract_stage(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
         for stage in range(rank, len(blocks), plan.layout.pipeline)
     ]
 
@@ -74,7 +74,7 @@ def _require_trained_stages(built: BuiltModel, blocks: Sequence[range]) -> None:
             )
 
 
-def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
+def _extract_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
     module = copy.deepcopy(built.module)
     module.is_first_stage, module.is_last_stage = first, last
     blocks = find_blocks(module)
@@ -89,7 +89,7 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
         lm.set_input_embeddings(nn.Identity())
         if hasattr(find_decoder(lm), "embedding_multiplier"):
             find_decoder(lm).embedding_multiplier = 1.0  # the first stage has applied it
-        if built.tied and last:
+        if built.tied_name and last:
             # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
             base_names[head] = base_names[name]
@@ -188,11 +188,11 @@ class Pipeline:
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
             received = inputs.take(number)
-            key = step.chunk, step.micro
+            key = step.chunk, step.micro_batch
             if step.kind == "forward":
                 if received is not None:
                     received.requires_grad_()
-                out = forward(step.chunk, batches[step.micro], received)
+                out = forward(step.chunk, batches[step.micro_batch], received)
                 in_flight[key] = _ForwardState(received, out)
                 if not self._is_last(step.chunk):
                     self._send(out.detach(), "forward")
@@ -220,7 +220,7 @@ class Pipeline:
         sums = []
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
-            out = forward(step.chunk, batches[step.micro], inputs.take(number))
+            out = forward(step.chunk, batches[step.micro_batch], inputs.take(number))
             if self._is_last(step.chunk):
                 sums.append(out)
             else:
@@ -241,7 +241,7 @@ class Pipeline:
         for step in passes:
             is_forward, chunk = step.kind == "forward", step.chunk
             receives_none = self._is_first(chunk) if is_forward else self._is_last(chunk)
-            shape = (*batches[step.micro].tokens_BT.shape, self._hidden_size)
+            shape = (*batches[step.micro_batch].tokens_BT.shape, self._hidden_size)
             needed.append(None if receives_none else (step.kind, shape))
         return _InputReceiver(needed, self._receive, self._collectives)
 
@@ -279,8 +279,8 @@ class _InputReceiver:
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next = 0
 
-    def post_receives(self, upto: int) -> None:
-        for step in range(self._next, min(upto + 1, len(self._needed))):
+    def post_receives(self, last_step: int) -> None:
+        for step in range(self._next, min(last_step + 1, len(self._needed))):
             if (needed := self._needed[step]) is not None:
                 self._posted[step] = self._receive(*needed)
             self._next = step + 1

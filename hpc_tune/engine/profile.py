@@ -19,7 +19,7 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
-from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
+from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, divide_by_median
 from hpc_tune.world.comm import Comm
 
 PROFILE_FOLDER = "profile"
@@ -79,18 +79,18 @@ class StepProfile:
         if step not in self._steps:
             yield
             return
-        on_gpu = self._comm.device.type == "cuda"
+        is_on_gpu = self._comm.device.type == "cuda"
         if self._profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if is_on_gpu else []
             self._profiler = torch.profiler.profile(activities=kinds)
             self._profiler.start()
         began_s = time.perf_counter()
-        if on_gpu:
+        if is_on_gpu:
             torch.cuda.nvtx.range_push(f"step {step}")
         with torch.profiler.record_function(f"step {step}"):
             yield
-        if on_gpu:
+        if is_on_gpu:
             torch.cuda.synchronize(self._comm.device)
             torch.cuda.nvtx.range_pop()
         self._step_s += time.perf_counter() - began_s
@@ -113,8 +113,8 @@ class StepProfile:
         with _warning_if_unwritable(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
-        on_gpu = self._comm.device.type == "cuda"
-        compute_s, copies_s = compute_and_copy_seconds(profiler.key_averages(), on_gpu)
+        is_on_gpu = self._comm.device.type == "cuda"
+        compute_s, copies_s = compute_and_copy_seconds(profiler.key_averages(), is_on_gpu)
         own = StepBreakdown(
             world.rank,
             world.hostname,
@@ -124,16 +124,16 @@ class StepProfile:
             self._data_s / count,
             self._step_s / count,
         )
-        everyone = self._comm.gather(own)
+        breakdowns = self._comm.gather(own)
         first, last = self._steps[0], self._steps[-1]
-        lines = [f"profile of steps {first} to {last}, seconds per step", *format_table(everyone)]
+        lines = [f"profile of steps {first} to {last}, seconds per step", *format_table(breakdowns)]
         if world.rank != 0:
             return
         with _warning_if_unwritable(self._folder):
             text = "\n".join(lines) + "\n"
             (self._folder / "summary.txt").write_text(text, encoding="utf-8")
-        stragglers = lines[2 + len(everyone) :]
-        for line in (*lines[: 2 + min(_MAX_SHOWN_RANKS, len(everyone))], *stragglers):
+        stragglers = lines[2 + len(breakdowns) :]
+        for line in (*lines[: 2 + min(_MAX_SHOWN_RANKS, len(breakdowns))], *stragglers):
             log.info("%s", line)
         log.info("traces of all ranks and this table: %s", self._folder)
 
@@ -147,12 +147,12 @@ def _warning_if_unwritable(folder: Path) -> Iterator[None]:
         log.warning("%s cannot be written: %s", folder, error.strerror or error)
 
 
-def compute_and_copy_seconds(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
+def compute_and_copy_seconds(events: Iterable[Any], is_on_gpu: bool) -> tuple[float, float]:
     """Return the seconds of compute and of copies among a profiler's averaged events."""
     compute_us = copies_us = 0.0
     for event in events:
         name = event.key
-        if on_gpu:
+        if is_on_gpu:
             if event.device_type == torch.autograd.DeviceType.CPU or event.is_user_annotation:
                 continue
             own_us = event.self_device_time_total
@@ -169,16 +169,16 @@ def compute_and_copy_seconds(events: Iterable[Any], on_gpu: bool) -> tuple[float
     return compute_us / 1e6, copies_us / 1e6
 
 
-def format_table(everyone: Sequence[StepBreakdown]) -> list[str]:
+def format_table(breakdowns: Sequence[StepBreakdown]) -> list[str]:
     """Return a header, a line per rank, and a line for each rank that the others wait for."""
-    width = max(len(shares.host) for shares in everyone) + 2
+    width = max(len(shares.host) for shares in breakdowns) + 2
     names = ("compute", "messages", "copies", "data", "idle", "step")
     lines = [f"{'rank':>5}  {'host':{width}}" + "".join(f"{name:>10}" for name in names)]
-    for s in everyone:
+    for s in breakdowns:
         parts = (s.compute_s, s.messages_s, s.copies_s, s.data_s, s.idle_s, s.step_s)
         numbers = "".join(f"{value:>10.3f}" for value in parts)
         lines.append(f"{s.rank:>5}  {s.host:{width}}{numbers}")
-    for s, ratio in zip(everyone, relative_to_median([s.work_s for s in everyone]), strict=True):
+    for s, ratio in zip(breakdowns, divide_by_median([s.work_s for s in breakdowns]), strict=True):
         if ratio > STRAGGLER_FACTOR:
             lines.append(
                 f"rank {s.rank} on {s.host} works {ratio:.2f} x as long as the median rank, and "

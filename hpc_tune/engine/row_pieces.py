@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.engine.activation_checkpoint import outside_recompute
+from hpc_tune.engine.activation_checkpoint import exclude_from_recompute
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.log import log
 from hpc_tune.memory.policy import Action, ActionHandle
@@ -36,7 +36,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 MIN_PIECE_TOKENS = 1024  # of pieces that the governor makes: smaller matmuls take longer per token
 _MLP_CLASS = re.compile(r"MLP|FeedForward|FFN|Mlp")
 _NORM_CLASS = re.compile(r"(RMS|Layer)Norm$")
-_ROUTED = re.compile(r"(^|\.)experts(\.|$)")
+_EXPERTS_PATH = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class MlpPieces:
@@ -63,7 +63,7 @@ class MlpPieces:
             )
             self.num_pieces = 1
 
-    def levers(self) -> dict[Action, ActionHandle]:
+    def memory_actions(self) -> dict[Action, ActionHandle]:
         """Return the lever that doubles the pieces, unless rows are short or of unknown length."""
         asked = self.num_pieces
 
@@ -74,10 +74,10 @@ class MlpPieces:
         most = (self._row_tokens // (MIN_PIECE_TOKENS * asked)).bit_length() - 1
         if most < 1 or not self.has_mlps:
             return {}
-        return {Action.MORE_PIECES: ActionHandle(double, most)}
+        return {Action.USE_MORE_PIECES: ActionHandle(double, most)}
 
     def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
-        forward_piece = _with_casts_forgotten(mlp, forward)
+        forward_piece = _with_cast_cleanup(mlp, forward)
 
         def forward_in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             piece_tokens = -(-x.shape[-2] // self.num_pieces) if x.dim() > 1 else 0
@@ -108,7 +108,7 @@ def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
         if (
             path
             and _MLP_CLASS.search(type(module).__name__)
-            and not _ROUTED.search(path)
+            and not _EXPERTS_PATH.search(path)
             and _takes_one_tensor(module)
             and _consists_of_linears(module)
             and not any(isinstance(m, (RowDropout, nn.Dropout)) and m.p for m in module.modules())
@@ -128,7 +128,7 @@ def _move_output_sum_to_mlp(mlp: nn.Module) -> None:
             mlp.register_forward_hook(sum_output)
 
 
-def _with_casts_forgotten(mlp: nn.Module, forward: Forward) -> Forward:
+def _with_cast_cleanup(mlp: nn.Module, forward: Forward) -> Forward:
     """Return ``forward`` for one piece that leaves no cast of ``share_input_casts`` in memory."""
     forget: Callable[[], None] | None = getattr(mlp, "forget_casts", None)
     if forget is None:
@@ -164,7 +164,7 @@ def _consists_of_linears(module: nn.Module) -> bool:
     return num_matrices > 1
 
 
-@outside_recompute
+@exclude_from_recompute
 def _run_pieces(forward: Forward, x: torch.Tensor, piece_tokens: int) -> torch.Tensor:
     out = None
     for start in range(0, x.shape[-2], piece_tokens):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.activation_checkpoint import disable_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
@@ -34,9 +34,9 @@ from hpc_tune.step.slices import (
     EXPERTS_STYLE,
     find_tp_style,
     has_gathered_input,
+    list_stack_slices,
     read_tp_plan,
     split_adapters,
-    stack_cuts,
 )
 
 
@@ -68,7 +68,7 @@ class TensorAxis:
         return torch.cat(self.collectives.all_gather(x, self.group), dim=-1)
 
 
-@without_dispatch_modes  # a plan's fake tensors cannot be given memory in place
+@disable_dispatch_modes  # a plan's fake tensors cannot be given memory in place
 def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozenset[str]]:
     """Cut the meta model's matrices to this rank's slices, and add hooks for the sums.
 
@@ -153,9 +153,9 @@ class _ParameterSlicer:
         Gradients of the input and of the router weights that scale experts' outputs are partial
         sums too; the latter, few numbers, are summed in fp32 whatever dtype the model gives them.
         """
-        for stack, dim, parts in stack_cuts(layer, config, path):
+        for stack, dim, parts in list_stack_slices(layer, config, path):
             self._replace_by_slice(stack.owner, stack.name, dim, parts)
-            for sliced, whole, of_adapter in stack.adapter_cuts(dim):
+            for sliced, whole, of_adapter in stack.list_adapter_slices(dim):
                 self._replace_by_slice(sliced, "weight", of_adapter, parts)
                 self.partial.add(whole.weight)
 

@@ -46,7 +46,7 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         """Ask about ``device``."""
-        self._device, self._tells_utilization = device, True
+        self._device, self._has_utilization = device, True
 
     def sample(self) -> DeviceSample:
         """See ``DeviceMemory``."""
@@ -71,12 +71,12 @@ class GpuMemory:
 
         It does for MIG instances, for vGPUs, at some sites, and without its Python package.
         """
-        if not self._tells_utilization:
+        if not self._has_utilization:
             return None
         try:
             return float(torch.cuda.utilization(self._device)) / 100
         except Exception as error:  # noqa: BLE001 - NVMLError and AmdSmiException are no RuntimeError
-            self._tells_utilization = False
+            self._has_utilization = False
             log.info("metrics have no device_util: %s", first_line(error))
             return None
 

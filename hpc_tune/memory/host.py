@@ -22,7 +22,7 @@ from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
 from hpc_tune.files import raise_if_out_of_files
-from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.memory.policy import free_bytes_below_level
 from hpc_tune.world.affinity import SYS, read_numa_node_cpus
 
 # -- GPU memory that the kernel counts as the machine's: on GH200 and GB200 it is a NUMA node.
@@ -59,13 +59,13 @@ def read_total_and_free_bytes(files: list[Path]) -> tuple[int, int]:
 # -- What the kernel counts against this job, and its limit.
 
 
-MIN_RETURNED_BLOCK_BYTES, MAX_KEPT_BLOCK_BYTES = 1 << 20, 32 << 20
+MIN_RETURNED_BLOCK_BYTES, MAX_CACHED_BLOCK_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
 _MAX_TRIM_THRESHOLD_BYTES = (1 << 31) - 1
 _STAT_BYTES = 1 << 15
-_UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 _MAX_SUM_LAG_BYTES, _MAX_CHARGE_DRIFT_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
-_MIN_REFRESH_EVERY_S, _REFRESH_EVERY_S_PER_RANK = 0.5, 0.1
+_MIN_REFRESH_INTERVAL_S, _REFRESH_INTERVAL_S_PER_RANK = 0.5, 0.1
 _KERNEL_USAGE_FILE = "memory.kmem.usage_in_bytes"  # only in v1, whose sums leave it out
 CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
 
@@ -83,13 +83,13 @@ class _CgroupVersion:
 
 
 # The kernel's lists of memory that only swap could free, including shmem and mlocked files.
-_V1 = _CgroupVersion(
+_CGROUP_V1 = _CgroupVersion(
     ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # groups below included
     ("total_inactive_file", "total_active_file"),
     "memory.usage_in_bytes",
     "memory.limit_in_bytes",
 )
-_V2 = _CgroupVersion(
+_CGROUP_V2 = _CgroupVersion(
     ("inactive_anon", "active_anon", "unevictable")
     # v1 has only a sum of the kernel's own bytes, caches included.
     + ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock", "slab_unreclaimable"),
@@ -113,7 +113,7 @@ class HostLimit:
 
 
 def find_host_limit(
-    configured: int | None = None,
+    configured_bytes: int | None = None,
     environ: Mapping[str, str] = os.environ,
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
@@ -131,8 +131,8 @@ def find_host_limit(
     of_gpus, _ = read_total_and_free_bytes(find_gpu_meminfo(proc, devices))
     limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - of_gpus, MACHINE_SOURCE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
-    if configured is not None and configured < tightest.num_bytes:
-        return HostLimit(configured, CONFIGURED_SOURCE, tightest.cgroup)
+    if configured_bytes is not None and configured_bytes < tightest.num_bytes:
+        return HostLimit(configured_bytes, CONFIGURED_SOURCE, tightest.cgroup)
     return tightest
 
 
@@ -163,23 +163,25 @@ class HostUsage:
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source != MACHINE_SOURCE
         self._group, self._full_bytes = limit.cgroup, limit.num_bytes
-        self._charged: IO[bytes] | None = None
-        self._kernel: IO[bytes] | None = None
+        self._charge_file: IO[bytes] | None = None
+        self._kernel_usage_file: IO[bytes] | None = None
         counted: tuple[str, ...] = ("MemAvailable:",)
         uncounted: tuple[str, ...] = ()
         if limit.cgroup is None:
             self._total = _read_meminfo(proc)["MemTotal"]
-            self._of_gpus = find_gpu_meminfo(proc, devices)
+            self._gpu_meminfo_files = find_gpu_meminfo(proc, devices)
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
-            layout = _V1 if "total_rss" in _read_fields(file) else _V2
+            layout = _CGROUP_V1 if "total_rss" in _read_fields(file) else _CGROUP_V2
             counted, uncounted = layout.counted, layout.uncounted
             with _skip_missing_file(), contextlib.suppress(ValueError):
                 self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
             with _skip_missing_file():
-                self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
-                self._kernel = (limit.cgroup / _KERNEL_USAGE_FILE).open("rb", buffering=0)
+                self._charge_file = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
+                self._kernel_usage_file = (limit.cgroup / _KERNEL_USAGE_FILE).open(
+                    "rb", buffering=0
+                )
         self._counted_keys, self._uncounted_keys = _stat_keys(counted), _stat_keys(uncounted)
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
@@ -191,9 +193,11 @@ class HostUsage:
             with _skip_missing_file():  # the process has ended
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._last_sum, self._ranks_at_sum = -1, 0
-        self._last_others, self._next_sum_s = 0, 0.0
-        self._sum_every_s = max(_MIN_REFRESH_EVERY_S, _REFRESH_EVERY_S_PER_RANK * len(self._pids))
-        self._page = os.sysconf("SC_PAGESIZE")
+        self._last_other_bytes, self._next_sum_s = 0, 0.0
+        self._sum_interval_s = max(
+            _MIN_REFRESH_INTERVAL_S, _REFRESH_INTERVAL_S_PER_RANK * len(self._pids)
+        )
+        self._page_bytes = os.sysconf("SC_PAGESIZE")
 
     def used_bytes(self) -> int:
         """Return the bytes in use that count against the limit."""
@@ -202,7 +206,7 @@ class HostUsage:
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         stat = _sum_fields(self._counted_keys, text)
         if self._group is None:
-            total, free_bytes = read_total_and_free_bytes(self._of_gpus)
+            total, free_bytes = read_total_and_free_bytes(self._gpu_meminfo_files)
             return self._total - total - (1024 * stat - free_bytes)
         # The ranks' own usage is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._read_statm, self._statms))
@@ -210,28 +214,32 @@ class HostUsage:
             self._last_sum, self._ranks_at_sum = stat, ranks
         growth = ranks - self._ranks_at_sum
         counted = max(ranks, stat + max(0, growth))
-        if self._charged is None:
+        if self._charge_file is None:
             return counted
         # Sums can lag in both directions, and can count memory twice that ranks allocate and free
         # ten times per second: the charge without page cache is an upper bound.
-        charged = int(os.pread(self._charged.fileno(), 128, 0))
-        kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
+        charged = int(os.pread(self._charge_file.fileno(), 128, 0))
+        kernel = (
+            0
+            if self._kernel_usage_file is None
+            else int(os.pread(self._kernel_usage_file.fileno(), 128, 0))
+        )
         most = charged - kernel - _sum_fields(self._uncounted_keys, text)
         self._refresh_late_sum(self._group, charged - ranks, abs(most - stat - growth))
         if charged > self._full_bytes - _MAX_SUM_LAG_BYTES:
             return counted  # page cache is reclaimed for new memory: the charge says nothing
         return max(ranks, min(counted, most))
 
-    def _refresh_late_sum(self, group: Path, others: int, gap: int) -> None:
+    def _refresh_late_sum(self, group: Path, other_bytes: int, gap: int) -> None:
         """Make the kernel sum up ``group`` if its sum lags by a large ``gap`` (bytes), or is old.
 
-        The gap counts only if ``others``, the bytes charged to the group beyond the ranks', moved.
+        The gap counts only if ``other_bytes``, the bytes charged to the group beyond the ranks', moved.
         """
-        has_moved = abs(others - self._last_others) > _MAX_CHARGE_DRIFT_BYTES
-        self._last_others = others
+        has_moved = abs(other_bytes - self._last_other_bytes) > _MAX_CHARGE_DRIFT_BYTES
+        self._last_other_bytes = other_bytes
         if (has_moved and gap > _MAX_SUM_LAG_BYTES) or time.monotonic() > self._next_sum_s:
-            self._next_sum_s = time.monotonic() + self._sum_every_s
-            _refresh_sums_below(group)
+            self._next_sum_s = time.monotonic() + self._sum_interval_s
+            _refresh_subgroup_sums(group)
 
     def private_bytes(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -242,11 +250,17 @@ class HostUsage:
             _, resident, shared, _, _, data, *_ = os.pread(statm.fileno(), 128, 0).split()
         except OSError:
             return 0, 0  # the process has ended
-        return (int(resident) - int(shared)) * self._page, int(data) * self._page
+        return (int(resident) - int(shared)) * self._page_bytes, int(data) * self._page_bytes
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._file, self._statm, self._charged, self._kernel, *self._statms):
+        for file in (
+            self._file,
+            self._statm,
+            self._charge_file,
+            self._kernel_usage_file,
+            *self._statms,
+        ):
             if file is not None:
                 file.close()
 
@@ -261,7 +275,7 @@ def used_bytes(
 
 def spare_bytes(limit: HostLimit) -> int:
     """Return how many bytes other work may take now, beside a run, before the governor acts."""
-    return free_bytes_below(used_bytes(limit), limit.num_bytes)
+    return free_bytes_below_level(used_bytes(limit), limit.num_bytes)
 
 
 def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
@@ -318,21 +332,21 @@ def trim_heap() -> None:
 
 
 def make_malloc_keep_blocks() -> None:
-    """Make glibc keep freed blocks of up to MAX_KEPT_BLOCK_BYTES, since a step asks for them again.
+    """Make glibc keep freed blocks of up to MAX_CACHED_BLOCK_BYTES, since a step asks for them again.
 
     Its thresholds adapt up to the same size, but on the way it returns the end of the heap: 20,000
     to 100,000 page faults in a step of a 135M model. ``trim_heap`` returns what is kept.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BLOCK_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, MAX_CACHED_BLOCK_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _MAX_TRIM_THRESHOLD_BYTES)
 
 
 def make_malloc_return_blocks() -> None:
     """Make glibc return freed blocks of at least MIN_RETURNED_BLOCK_BYTES at once.
 
-    Its threshold would adapt up to MAX_KEPT_BLOCK_BYTES, and weights that are gathered and freed
+    Its threshold would adapt up to MAX_CACHED_BLOCK_BYTES, and weights that are gathered and freed
     block by block would then leave a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -365,29 +379,29 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
                 if not folder.is_relative_to(root):
                     break
                 text = "".join(_read_lines(folder / name)).strip()
-                if text.isdigit() and int(text) < _UNLIMITED:
+                if text.isdigit() and int(text) < _UNLIMITED_BYTES:
                     yield HostLimit(int(text), f"{folder / name}", folder)
 
 
-def _refresh_sums_below(group: Path) -> None:
+def _refresh_subgroup_sums(group: Path) -> None:
     """Make the kernel sum up the groups below, innermost first: a sum needs the sums below it."""
-    for _, folder in zip(range(_MAX_GROUPS), _folders_below(group), strict=False):
+    for _, folder in zip(range(_MAX_GROUPS), _walk_subfolders(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
 
 
-def _folders_below(folder: str | Path) -> Iterator[str]:
+def _walk_subfolders(folder: str | Path) -> Iterator[str]:
     """Yield the folders below, the innermost first."""
     with contextlib.suppress(OSError), os.scandir(folder) as children:  # a group can be removed
         for child in children:
             if child.is_dir(follow_symlinks=False):
-                yield from _folders_below(child.path)
+                yield from _walk_subfolders(child.path)
                 yield child.path
 
 
 def _member_pids(group: Path | None) -> set[int]:
     """Return the visible processes in a group and below it."""
-    folders = [] if group is None else [str(group), *_folders_below(group)]
+    folders = [] if group is None else [str(group), *_walk_subfolders(group)]
     return {int(pid) for folder in folders for pid in _read_lines(Path(folder, "cgroup.procs"))}
 
 
@@ -455,7 +469,7 @@ DEEPSPEED_BYTES = 45 * MIB
 # Added by the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the
 # sizes that rows of short documents have. Fitted to 3 shapes. Then the part that stays when the
 # heap is trimmed before an evaluation or a save that training waits for: 2 to 14 MiB in 4 runs.
-FIRST_STEP_BYTES, FIRST_STEP_KEPT_BYTES = 32 * MIB, 12 * MIB
+FIRST_STEP_BYTES, FIRST_STEP_RETAINED_BYTES = 32 * MIB, 12 * MIB
 # Added with a GPU. Not measured; on the safe side.
 GPU_RUNTIME_BYTES = 1478 * MIB
 # A node with less than this for each of its ranks is worth a warning: a rank's libraries and a
@@ -485,11 +499,11 @@ class PrivateMemoryLimit:
 
     def __init__(self) -> None:
         """Remember the current limit."""
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._previous_limits = resource.getrlimit(resource.RLIMIT_DATA)
 
     def set(self, mapped_bytes: int, free_bytes: int) -> None:
         """Let this process, which has mapped ``mapped_bytes``, map ``free_bytes`` more."""
-        soft, hard = mapped_bytes + max(0, free_bytes), self._before[1]
+        soft, hard = mapped_bytes + max(0, free_bytes), self._previous_limits[1]
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
         with contextlib.suppress(OSError, ValueError):
@@ -498,7 +512,7 @@ class PrivateMemoryLimit:
     def lift(self) -> None:
         """Restore the limit from before."""
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_DATA, self._before)
+            resource.setrlimit(resource.RLIMIT_DATA, self._previous_limits)
 
 
 # -- Garbage collection in step with all ranks.
@@ -509,9 +523,9 @@ class PrivateMemoryLimit:
 
 
 # Some 10 MB; selective recompute leaves a hundred per pass of a block.
-_COLLECTION_DUE_OBJECTS = 100_000
+_COLLECTION_THRESHOLD = 100_000
 # Then a rank collects alone, within a step or an evaluation.
-_COLLECTION_FORCED_OBJECTS = 10 * _COLLECTION_DUE_OBJECTS
+_FORCED_COLLECTION_THRESHOLD = 10 * _COLLECTION_THRESHOLD
 
 
 @contextmanager
@@ -519,7 +533,7 @@ def defer_garbage_collection() -> Iterator[None]:
     """Leave garbage collection in the block to callers of ``is_garbage_collection_due``."""
     gc.collect()
     before = gc.get_threshold()
-    gc.set_threshold(_COLLECTION_FORCED_OBJECTS)
+    gc.set_threshold(_FORCED_COLLECTION_THRESHOLD)
     try:
         yield
     finally:
@@ -528,4 +542,4 @@ def defer_garbage_collection() -> Iterator[None]:
 
 def is_garbage_collection_due() -> bool:
     """Whether many more objects were made than freed since the last collection."""
-    return gc.get_count()[0] > _COLLECTION_DUE_OBJECTS
+    return gc.get_count()[0] > _COLLECTION_THRESHOLD

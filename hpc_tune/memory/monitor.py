@@ -33,13 +33,13 @@ from hpc_tune.memory.policy import (
     Level,
     Phase,
     device_level,
-    free_bytes_below,
+    free_bytes_below_level,
     growth_bytes_per_step,
     host_level,
     must_stop_run,
     reserved_bytes,
 )
-from hpc_tune.units import count_of, format_bytes
+from hpc_tune.units import format_bytes, format_quantity
 from hpc_tune.world.liveness import HEARTBEAT_EVERY_S
 
 _SAMPLE_PERIOD_S = 0.1
@@ -89,7 +89,7 @@ class MemoryShortage:
 class HeartbeatWriter(Protocol):
     """Writes a file that shows what a run did when it was killed; see ``rundir/outcome.py``."""
 
-    def beat(self, phase: str, used: int) -> None:
+    def beat(self, phase: str, usage_bytes: int) -> None:
         """Write what the run is doing and how many bytes the node uses."""
 
     def close(self) -> None:
@@ -122,22 +122,22 @@ class MemoryMonitor:
         self._faults, self._period_s = faults, faults.sample_s or _SAMPLE_PERIOD_S
         self.device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
-        self._usage, self._reading = HostUsage(self.limit, pids=self._pids), threading.Lock()
+        self._usage, self._usage_lock = HostUsage(self.limit, pids=self._pids), threading.Lock()
         self._heartbeat, self._heartbeat_s = heartbeat, float("-inf")
-        self._leave: Callable[[MemoryShortage], None] | None = None
+        self._stop_run: Callable[[MemoryShortage], None] | None = None
         self._peak_host = self._known_peak = self._expected_peak = 0
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent_samples: deque[tuple[float, int]] = deque()
         self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW_STEPS)
         self._host_level = self._device_level = Level.CALM
         self._retries: int | None = None
-        self._retried: deque[bool] = deque(maxlen=RETRY_WINDOW_STEPS)
+        self._recent_retries: deque[bool] = deque(maxlen=RETRY_WINDOW_STEPS)
         self._private_limit: PrivateMemoryLimit | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
 
-    def start(self, leave: Callable[[MemoryShortage], None] | None = None) -> None:
-        """Begin to sample; ``leave`` ends all ranks, and is called from the thread."""
-        self._leave = leave
+    def start(self, stop_run: Callable[[MemoryShortage], None] | None = None) -> None:
+        """Begin to sample; ``stop_run`` ends all ranks, and is called from the thread."""
+        self._stop_run = stop_run
         if self.mode != "off":
             self._thread.start()
 
@@ -166,7 +166,7 @@ class MemoryMonitor:
 
     def used_bytes(self) -> int:
         """Return the bytes of host memory that count against the limit now."""
-        with self._reading:
+        with self._usage_lock:
             return self._usage.used_bytes()
 
     def take_peaks(self) -> MemorySample | None:
@@ -199,10 +199,10 @@ class MemoryMonitor:
         )
         if (device := sample.device) is not None:
             before = device.retries if self._retries is None else self._retries
-            self._retried.append(device.retries > before)
+            self._recent_retries.append(device.retries > before)
             self._retries = device.retries
             self._device_level = device_level(
-                self._device_level, device.used_bytes, device.limit_bytes, self._retried
+                self._device_level, device.used_bytes, device.limit_bytes, self._recent_retries
             )
         return Level[self._faults.level(self._host_level.name)], self._device_level
 
@@ -211,7 +211,7 @@ class MemoryMonitor:
 
         A tenth more is allowed, since predictions err, but nothing beyond where TIGHT begins.
         """
-        calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
+        calm = free_bytes_below_level(0, self.limit.num_bytes, Level.TIGHT)
         self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
 
     def reset_growth(self) -> None:
@@ -222,7 +222,7 @@ class MemoryMonitor:
         """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
-        return num_bytes <= free_bytes_below(self.used_bytes(), self.limit.num_bytes) // len(
+        return num_bytes <= free_bytes_below_level(self.used_bytes(), self.limit.num_bytes) // len(
             self._pids
         )
 
@@ -231,34 +231,36 @@ class MemoryMonitor:
 
         For allocations that grow faster than memory is sampled.
         """
-        if self.mode != "on" or self._leave is None:
+        if self.mode != "on" or self._stop_run is None:
             return
-        used, limit = self.used_bytes(), self.limit.num_bytes
-        if used + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
-            need = self.host_shortage(used)
+        usage_bytes, limit = self.used_bytes(), self.limit.num_bytes
+        if usage_bytes + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
+            need = self.host_shortage(usage_bytes)
             message = f"{need.words}; {format_bytes(num_bytes)} more on each rank would not fit"
-            self._leave(replace(need, words=message))
+            self._stop_run(replace(need, words=message))
 
-    def host_shortage(self, used: int) -> MemoryShortage:
+    def host_shortage(self, usage_bytes: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         message = (
-            f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
+            f"host memory of {self._host}: {format_bytes(usage_bytes)} of {format_bytes(had)} "
             f"({self.limit.source}) in use while {self._activity}, "
-            f"{format_bytes(self.ranks_bytes())} of it by this job's {count_of(num, 'rank')} there"
+            f"{format_bytes(self.ranks_bytes())} of it by this job's {format_quantity(num, 'rank')} there"
         )
-        return MemoryShortage(used, had, self._activity, self._rank, self._host, message)
+        return MemoryShortage(usage_bytes, had, self._activity, self._rank, self._host, message)
 
     def device_shortage(self, sample: DeviceSample) -> MemoryShortage:
         """Return how much of its device's memory this rank needs and has."""
-        used, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
+        usage_bytes, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
         message = (
-            f"device memory of rank {self._rank} on {self._host}: {format_bytes(used)} "
+            f"device memory of rank {self._rank} on {self._host}: {format_bytes(usage_bytes)} "
             f"of {format_bytes(limit)} in use while {activity}; the allocator holds "
             f"{format_bytes(sample.reserved_bytes)}, everything else takes "
             f"{format_bytes(sample.others_bytes)}"
         )
-        return MemoryShortage(used, limit, activity, self._rank, self._host, message, "device")
+        return MemoryShortage(
+            usage_bytes, limit, activity, self._rank, self._host, message, "device"
+        )
 
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the device was busy, 0 to 1.
@@ -272,7 +274,7 @@ class MemoryMonitor:
     def close(self) -> None:
         """Stop sampling."""
         self._stop.set()
-        self._leave = None
+        self._stop_run = None
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
@@ -295,29 +297,29 @@ class MemoryMonitor:
         while not self._stop.wait(period_s):
             # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
             anonymous, mapped_bytes = self._usage.private_bytes()
-            used, now_s = self.used_bytes(), time.monotonic()
-            self._peak_host = max(self._peak_host, used)
+            usage_bytes, now_s = self.used_bytes(), time.monotonic()
+            self._peak_host = max(self._peak_host, usage_bytes)
             self._note_peak(anonymous)
-            is_near = used > max(self._known_peak, _NEAR_LIMIT_SHARE * self.limit.num_bytes)
+            is_near = usage_bytes > max(self._known_peak, _NEAR_LIMIT_SHARE * self.limit.num_bytes)
             period_s = _NEAR_LIMIT_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:
-                self._heartbeat.beat(self._activity, used)
+                self._heartbeat.beat(self._activity, usage_bytes)
                 self._heartbeat_s = now_s
             if self.mode == "on":
-                self._leave_if_near_limit(used, mapped_bytes, now_s)
+                self._stop_if_near_limit(usage_bytes, mapped_bytes, now_s)
 
-    def _leave_if_near_limit(self, used: int, mapped_bytes: int, now_s: float) -> None:
-        self._recent.append((now_s, used))
-        while now_s - self._recent[0][0] > _RATE_WINDOW_S:
-            self._recent.popleft()
+    def _stop_if_near_limit(self, usage_bytes: int, mapped_bytes: int, now_s: float) -> None:
+        self._recent_samples.append((now_s, usage_bytes))
+        while now_s - self._recent_samples[0][0] > _RATE_WINDOW_S:
+            self._recent_samples.popleft()
         limit = self.limit.num_bytes
         if self._private_limit is not None:
             self._private_limit.set(
-                mapped_bytes, (limit - reserved_bytes(limit) - used) // len(self._pids)
+                mapped_bytes, (limit - reserved_bytes(limit) - usage_bytes) // len(self._pids)
             )
         known_peak = max(self._known_peak, self._expected_peak)
-        if self._leave is not None and must_stop_run(self._recent, limit, known_peak):
-            need = self.host_shortage(used)
+        if self._stop_run is not None and must_stop_run(self._recent_samples, limit, known_peak):
+            need = self.host_shortage(usage_bytes)
             message = f"{need.words}; the limit would have been reached within a second"
-            self._leave(replace(need, words=message))
-            self._leave = None
+            self._stop_run(replace(need, words=message))
+            self._stop_run = None

@@ -64,18 +64,20 @@ class Action(Enum):
     SAVE_IN_PIECES = "save_in_pieces", Level.TIGHT, "host"
     SPLIT_MICRO_BATCHES = "split_micro_batches", Level.HIGH, "device"
     RECOMPUTE = "recompute", Level.HIGH, "device"
-    MORE_PIECES = "more_pieces", Level.HIGH, "device"
+    USE_MORE_PIECES = "more_pieces", Level.HIGH, "device"
     OFFLOAD_ACTIVATIONS = "offload_activations", Level.HIGH, "device"
     MOVE_OPTIMIZER = "move_optimizer", Level.HIGH, "device"
     LEAVE = "leave", Level.CRITICAL, "any"
 
     level: Level
-    frees: Literal["any", "host", "device"]
+    freed_memory: Literal["any", "host", "device"]
 
-    def __new__(cls, name: str, level: Level, frees: Literal["any", "host", "device"]) -> "Action":
+    def __new__(
+        cls, name: str, level: Level, freed_memory: Literal["any", "host", "device"]
+    ) -> "Action":
         """Make the name alone the enum's value."""
         action = object.__new__(cls)
-        action._value_, action.level, action.frees = name, level, frees
+        action._value_, action.level, action.freed_memory = name, level, freed_memory
         return action
 
 
@@ -84,11 +86,11 @@ class ActionHandle:
     """How an action is applied between two steps, in the same way on every rank.
 
     ``apply_times(times)`` makes it apply that many times in total, 0 undoes it; it returns in words
-    what applies then. More than ``most`` times would free nothing more.
+    what applies then. More than ``max_times`` times would free nothing more.
     """
 
     apply_times: Callable[[int], str]
-    most: int = 1
+    max_times: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,44 +98,44 @@ class FillLimits:
     """How full a memory may get, as shares of its limit: the only table of these shares.
 
     ``target_share``: plans advise to fill it up to here, and the search for a micro-batch size
-    does. A plan that needs more than ``fits`` is refused. ``level_begins_at``: where the governor's
+    does. A plan that needs more than ``max_share`` is refused. ``level_thresholds``: where the governor's
     levels begin; on the way down a level ends only ``level_hysteresis`` below that.
     """
 
     target_share: float
-    fits: float
-    level_begins_at: Mapping[Level, float]
+    max_share: float
+    level_thresholds: Mapping[Level, float]
     level_hysteresis: float
 
     def allows(self, num_bytes: int, limit: int) -> bool:
         """Return whether a plan may need ``num_bytes``."""
-        return num_bytes <= self.fits * limit
+        return num_bytes <= self.max_share * limit
 
 
 # At the host's limit the kernel kills processes.
 HOST_LIMITS = FillLimits(
     target_share=0.85,
-    fits=0.97,
-    level_begins_at={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
+    max_share=0.97,
+    level_thresholds={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
     level_hysteresis=0.04,
 )
 # At a device's limit the allocator frees its cache, and then raises an error that is caught. So a
 # full device is no danger, and only these events lead above TIGHT: see ``device_level``.
 DEVICE_LIMITS = FillLimits(
     target_share=0.97,
-    fits=0.97,
-    level_begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99},
+    max_share=0.97,
+    level_thresholds={Level.CALM: 0.0, Level.TIGHT: 0.99},
     level_hysteresis=0.01,
 )
 # Shares of a rank's memory, for arithmetic before it takes any.
-NO_PLAN_BELOW_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
+MIN_PLANNED_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
 STATE_SHARE = 0.6  # for weights, gradients and optimizer state: the rest is for activations
 MEASURED_STATE_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
 COMPILING_SHARE = 1 / 8  # for workers of torch.compile
 RETRY_WINDOW_STEPS = 8
 _MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
 _ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
-_FORECAST_FROM_SHARE = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
+_MIN_FORECAST_SHARE = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # the level is HIGH if the limit would be reached within these steps
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
 GROWTH_WINDOW_STEPS = 8
@@ -149,17 +151,17 @@ _RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken``: the actions in effect, in the order taken; the first ``num_kept`` of them are never
-    undone. ``settling``: the last action's effect is awaited. ``patience``: the calm steps after
+    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent`` of them are never
+    undone. ``is_settling``: the last action's effect is awaited. ``patience``: the calm steps after
     which the last action is undone.
     """
 
-    taken: tuple[Action, ...] = ()
-    trimmed: bool = False
-    settling: bool = False
+    taken_actions: tuple[Action, ...] = ()
+    is_trimmed: bool = False
+    is_settling: bool = False
     calm_steps: int = 0
     patience: int = _CALM_STEPS
-    num_kept: int = 0
+    num_permanent: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,20 +187,20 @@ def growth_bytes_per_step(peaks: Iterable[int]) -> float:
 
 
 def host_level(
-    level_before: Level,
-    used: int,
+    previous_level: Level,
+    used_bytes: int,
     limit: int,
     growth: float = 0.0,
     shares: FillLimits = HOST_LIMITS,
 ) -> Level:
     """Return the level for a step's peak, given the level before and the growth per step."""
-    share = used / limit
-    level = max(lev for lev, begins in shares.level_begins_at.items() if share >= begins)
-    kept = min(level_before, max(shares.level_begins_at))
-    if kept > level and share >= shares.level_begins_at[kept] - shares.level_hysteresis:
+    share = used_bytes / limit
+    level = max(lev for lev, begins in shares.level_thresholds.items() if share >= begins)
+    kept = min(previous_level, max(shares.level_thresholds))
+    if kept > level and share >= shares.level_thresholds[kept] - shares.level_hysteresis:
         level = kept
-    if growth > 0 and share >= _FORECAST_FROM_SHARE:
-        steps_left = (limit - reserved_bytes(limit) - used) / growth
+    if growth > 0 and share >= _MIN_FORECAST_SHARE:
+        steps_left = (limit - reserved_bytes(limit) - used_bytes) / growth
         if steps_left < _STEPS_TO_SAFETY:
             return Level.WILL_EXCEED
         if steps_left < _FORECAST_STEPS:
@@ -206,25 +208,27 @@ def host_level(
     return level
 
 
-def device_level(level_before: Level, used: int, limit: int, retried: Sequence[bool]) -> Level:
+def device_level(
+    previous_level: Level, used_bytes: int, limit: int, step_retries: Sequence[bool]
+) -> Level:
     """Return the level of a device for a step's peak, given the level before.
 
-    ``retried``: for each of the last RETRY_WINDOW_STEPS steps, whether the allocator had to free
+    ``step_retries``: for each of the last RETRY_WINDOW_STEPS steps, whether the allocator had to free
     its cache. If that persists, every step is slower, and the next longer batch may not fit.
     """
-    if sum(retried) >= _MIN_RETRIED_STEPS and retried[-1]:
+    if sum(step_retries) >= _MIN_RETRIED_STEPS and step_retries[-1]:
         return Level.HIGH
-    if any(retried):
+    if any(step_retries):
         return Level.TIGHT
-    return host_level(level_before, used, limit, shares=DEVICE_LIMITS)
+    return host_level(previous_level, used_bytes, limit, shares=DEVICE_LIMITS)
 
 
 def decide_action(
-    policy_state: PolicyState, level: Level, available: Collection[Action]
+    policy_state: PolicyState, level: Level, available_actions: Collection[Action]
 ) -> tuple[PolicyState, ActionDecision | None]:
     """Return the policy's state after this step boundary, and the decision.
 
-    ``available`` are the actions that can still save memory; an action that was taken is among them
+    ``available_actions`` are the actions that can still save memory; an action that was taken is among them
     only if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
@@ -232,45 +236,49 @@ def decide_action(
     if level == Level.CALM:
         return _undo_if_calm(policy_state)
     policy_state = replace(policy_state, calm_steps=0)
-    if policy_state.settling:
-        return replace(policy_state, settling=False), None
-    if not policy_state.trimmed:
-        return replace(policy_state, trimmed=True, settling=True), ActionDecision(Action.TRIM)
-    action = next((a for a in _ACTIONS if a in available and level >= a.level), None)
+    if policy_state.is_settling:
+        return replace(policy_state, is_settling=False), None
+    if not policy_state.is_trimmed:
+        return replace(policy_state, is_trimmed=True, is_settling=True), ActionDecision(Action.TRIM)
+    action = next((a for a in _ACTIONS if a in available_actions and level >= a.level), None)
     if action is not None:
-        taken = (*policy_state.taken, action)
-        return replace(policy_state, taken=taken, settling=True), ActionDecision(action)
+        taken_actions = (*policy_state.taken_actions, action)
+        return replace(policy_state, taken_actions=taken_actions, is_settling=True), ActionDecision(
+            action
+        )
     if level == Level.CRITICAL:
         return policy_state, ActionDecision(Action.LEAVE)
     return policy_state, None
 
 
 def decide_after_device_oom(
-    policy_state: PolicyState, available: Collection[Action]
+    policy_state: PolicyState, available_actions: Collection[Action]
 ) -> tuple[PolicyState, ActionDecision]:
     """Return the policy's state and the decision after a step that ran out of a device's memory.
 
     The step is run again, so there is no time to see what another action saves. This action and all
     before it are never undone: the memory is needed, and running out elsewhere would end the run.
     """
-    action = next((a for a in _ACTIONS if a in available), None)
+    action = next((a for a in _ACTIONS if a in available_actions), None)
     if action is None:
         return policy_state, ActionDecision(Action.LEAVE)
-    taken = (*policy_state.taken, action)
-    return PolicyState(taken, True, True, num_kept=len(taken)), ActionDecision(action)
+    taken_actions = (*policy_state.taken_actions, action)
+    return PolicyState(taken_actions, True, True, num_permanent=len(taken_actions)), ActionDecision(
+        action
+    )
 
 
 def next_actions_after_oom(
-    taken: tuple[Action, ...], available: Collection[Action]
+    taken_actions: tuple[Action, ...], available_actions: Collection[Action]
 ) -> tuple[Action, ...]:
     """Return the actions for the start after memory ended a run.
 
-    They are ``taken``, then all cheap actions and the next costly one among ``available``, the
+    They are ``taken_actions``, then all cheap actions and the next costly one among ``available_actions``, the
     actions that can save more memory.
     """
-    free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available]
-    costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available]
-    return (*taken, *free, *costly[:1])
+    free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available_actions]
+    costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available_actions]
+    return (*taken_actions, *free, *costly[:1])
 
 
 def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: int) -> bool:
@@ -279,11 +287,11 @@ def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: 
     ``samples`` are (seconds, bytes used) of the last half second. Usage up to ``known_peak``, the
     peak of a completed step or the one that the plan predicts, is no reason to stop.
     """
-    used = samples[-1][1]
-    if used <= known_peak:
+    used_bytes = samples[-1][1]
+    if used_bytes <= known_peak:
         return False
     growth = sustained_growth_bytes_per_s(samples) * _REACTION_S
-    return used + growth >= limit - reserved_bytes(limit)
+    return used_bytes + growth >= limit - reserved_bytes(limit)
 
 
 def sustained_growth_bytes_per_s(samples: Sequence[tuple[float, int]]) -> float:
@@ -297,14 +305,18 @@ def sustained_growth_bytes_per_s(samples: Sequence[tuple[float, int]]) -> float:
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
     if len(pairs) < _MIN_SLOPES:
         return 0.0
-    used = [num_bytes for _, num_bytes in samples]
-    drawdown = max(peak - low for peak, low in zip(accumulate(used, max), used, strict=True))
+    used_bytes = [num_bytes for _, num_bytes in samples]
+    drawdown = max(
+        peak - low for peak, low in zip(accumulate(used_bytes, max), used_bytes, strict=True)
+    )
     whole_s, seen_s, middle = samples[-1][0] - samples[0][0], 0.0, 0.0
     from_s, to_s = _TRIMMED_SHARE * whole_s, (1 - _TRIMMED_SHARE) * whole_s
     for span_s, rate in sorted(pairs, key=lambda pair: -pair[1]):
         middle += rate * max(0.0, min(seen_s + span_s, to_s) - max(seen_s, from_s))
         seen_s += span_s
-    return max(0.0, min(middle / (to_s - from_s), (used[-1] - used[0] - drawdown) / whole_s))
+    return max(
+        0.0, min(middle / (to_s - from_s), (used_bytes[-1] - used_bytes[0] - drawdown) / whole_s)
+    )
 
 
 def reserved_bytes(limit: int) -> int:
@@ -312,21 +324,24 @@ def reserved_bytes(limit: int) -> int:
     return max(int(limit * _RESERVE_SHARE), _MIN_RESERVE_BYTES)
 
 
-def free_bytes_below(used: int, limit: int, below: Level = Level.HIGH) -> int:
-    """Return how many bytes of host memory may be allocated before the level reaches ``below``."""
-    return max(0, int(limit * HOST_LIMITS.level_begins_at[below]) - used)
+def free_bytes_below_level(used_bytes: int, limit: int, threshold_level: Level = Level.HIGH) -> int:
+    """Return how many bytes of host memory may be allocated before the level reaches ``threshold_level``."""
+    return max(0, int(limit * HOST_LIMITS.level_thresholds[threshold_level]) - used_bytes)
 
 
 def _undo_if_calm(policy_state: PolicyState) -> tuple[PolicyState, ActionDecision | None]:
     calm = replace(
-        policy_state, trimmed=False, settling=False, calm_steps=policy_state.calm_steps + 1
+        policy_state, is_trimmed=False, is_settling=False, calm_steps=policy_state.calm_steps + 1
     )
-    if len(policy_state.taken) == policy_state.num_kept or calm.calm_steps < policy_state.patience:
+    if (
+        len(policy_state.taken_actions) == policy_state.num_permanent
+        or calm.calm_steps < policy_state.patience
+    ):
         return calm, None
     undone = replace(
         calm,
-        taken=policy_state.taken[:-1],
+        taken_actions=policy_state.taken_actions[:-1],
         calm_steps=0,
         patience=min(2 * policy_state.patience, _MAX_CALM_STEPS),
     )
-    return undone, ActionDecision(policy_state.taken[-1], "undo")
+    return undone, ActionDecision(policy_state.taken_actions[-1], "undo")

@@ -25,7 +25,7 @@ from hpc_tune.model.experts import (
     find_routers,
     find_stacked_experts,
     list_stacked_tensors,
-    num_chosen_experts,
+    num_experts_per_token,
 )
 from hpc_tune.model.language import LanguageModel, read_config
 from hpc_tune.model.layers import find_unreplaceable_linears
@@ -37,7 +37,7 @@ from hpc_tune.model.modules_to_save import (
 from hpc_tune.model.weights import adapted_layer
 from hpc_tune.packages import fast_imports
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR_TARGET = "all-linear"
 # Names of experts and routers in transformers 4, where they were linear layers.
 EXPERT_LAYER_NAMES = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _WEIGHT_PATTERN_AFFIXES = ("(?:", r")(?:\.weight)?")  # prefix and suffix of a pattern
@@ -82,7 +82,7 @@ def add_adapters(
             "it out"
         )
     try:
-        wrapped = _wrap_by_peft(
+        wrapped = _wrap_with_peft(
             model, replace(make_lora_config(tune, targets), modules_to_save=None)
         )
     except ValueError as error:
@@ -124,7 +124,7 @@ def _conv1d_class() -> type[nn.Module]:
     return Conv1D
 
 
-def _wrap_by_peft(model: Any, config: Any) -> nn.Module:
+def _wrap_with_peft(model: Any, config: Any) -> nn.Module:
     """Return peft's model around ``model``; suppress peft's irrelevant warnings."""
     with fast_imports():
         from peft import get_peft_model
@@ -158,7 +158,7 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     if not stacks and not routers and not special:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
-    modules = [name for name in named if name != ALL_LINEAR]
+    modules = [name for name in named if name != ALL_LINEAR_TARGET]
     if unstacked := [p for p in _find_unstacked_experts(model) if _ends_with_name(p, modules)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {unstacked[0]} cannot have adapters: its experts are "
@@ -169,13 +169,13 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     bare = [path for path, router in routers.items() if _is_raw_weight_router(router)]
     chosen = [path for path in bare if _ends_with_name(path, modules)]
     rest = [n for n in modules if not any(_ends_with_name(path, [n]) for path in (*stacks, *bare))]
-    if ALL_LINEAR in named:
+    if ALL_LINEAR_TARGET in named:
         rest += _find_linears_except(model, {*routers, *special})
     if adapted:
         _check_expert_stack_settings(tune)
     parameters = [name for path in adapted for name in list_stacked_tensors(model, path)]
     parameters += [f"{path}.weight" for path in chosen]
-    chosen_each = num_chosen_experts(getattr(model, "config", None))
+    chosen_each = num_experts_per_token(getattr(model, "config", None))
     rank = tune.expert_rank or max(1, tune.rank // chosen_each)
     return Targets(rest, tuple(parameters), adapted, rank, tuple(chosen))
 
@@ -213,13 +213,13 @@ def _refuse_unreplaceable_linears(tune: TuneConfig, model: nn.Module) -> None:
         )
 
 
-def _find_linears_except(model: Any, others: set[str]) -> list[str]:
-    """Return the paths of all linear layers except ``others`` and the output head."""
+def _find_linears_except(model: Any, excluded_paths: set[str]) -> list[str]:
+    """Return the paths of all linear layers except ``excluded_paths`` and the output head."""
     head = model.get_output_embeddings()
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and path not in others
+        if isinstance(module, nn.Linear) and module is not head and path not in excluded_paths
     ]
 
 
@@ -312,24 +312,25 @@ def _require_adaptable_head(language: LanguageModel, tune: TuneConfig) -> None:
         )
 
 
-def _require_known_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> None:
+def _require_known_targets(tune: TuneConfig, model: nn.Module, linear_names: list[str]) -> None:
     """Refuse a target that names no module; peft ignores such a target if another one matches."""
     named = [] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name, _ in model.named_modules()]
     unknown = [
         name
         for name in named
-        if name != ALL_LINEAR and not any(_ends_with_name(module, [name]) for module in modules)
+        if name != ALL_LINEAR_TARGET
+        and not any(_ends_with_name(module, [name]) for module in modules)
     ]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], linear, n=3)
+        near = difflib.get_close_matches(unknown[0], linear_names, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         experts = _find_stack_names(model)
         # Files store experts one by one, under other names: w1, gate_proj.
         routed = f"; its routed experts, as stacks: {', '.join(experts)}" if experts else ""
         raise ConfigError(
             f"tune.targets={tune.targets}: no layer of this model is called "
-            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}{routed}"
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear_names)}{routed}"
         )
 
 

@@ -36,7 +36,7 @@ from hpc_tune.model.shared_rows import SharedRows
 
 ScoreFunction = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
-_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+_LAYER_INDEX_PATTERN = re.compile(r"\.(\d+)\.")
 _SCORE_TOLERANCE = 1e-3  # relative: some families add 1e-6 to the denominator of weights
 _NUM_LOSSES = 2
 
@@ -79,8 +79,8 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
     routers: list[Router] = []
     for path, module in find_router_modules(model).items():
         weight = next(p for p in module.parameters() if p.dim() == 2)
-        number = _LAYER_NUMBER.search(path)
-        layer = int(number[1]) if number else len(routers)
+        index = _LAYER_INDEX_PATTERN.search(path)
+        layer = int(index[1]) if index else len(routers)
         routers.append(Router(path, layer, weight.shape[0]))
     return tuple(routers)
 
@@ -94,11 +94,11 @@ def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
     """
     found: list[ScoreFunction | None] = []
 
-    def look(_module: nn.Module, _inputs: Any, out: Any) -> None:
+    def hook(_module: nn.Module, _inputs: Any, out: Any) -> None:
         found.append(_infer_score_function(*out) if _is_router_output(out) else None)
 
     choosers = find_router_modules(model)
-    handles = [module.register_forward_hook(look) for module in choosers.values()]
+    handles = [module.register_forward_hook(hook) for module in choosers.values()]
     try:
         with torch.no_grad():
             run()
@@ -115,17 +115,17 @@ def _is_router_output(out: Any) -> bool:
         return False
     if not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in out):
         return False
-    logits_NE, weights_NK, chosen_NK = out
+    logits_NE, weights_NK, expert_ids_NK = out
     return (
-        weights_NK.shape == chosen_NK.shape
-        and len(logits_NE) == len(chosen_NK)
-        and not chosen_NK.is_floating_point()
-        and bool((chosen_NK >= 0).all() and (chosen_NK < logits_NE.shape[1]).all())
+        weights_NK.shape == expert_ids_NK.shape
+        and len(logits_NE) == len(expert_ids_NK)
+        and not expert_ids_NK.is_floating_point()
+        and bool((expert_ids_NK >= 0).all() and (expert_ids_NK < logits_NE.shape[1]).all())
     )
 
 
 def _infer_score_function(
-    logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor
+    logits_NE: torch.Tensor, weights_NK: torch.Tensor, expert_ids_NK: torch.Tensor
 ) -> ScoreFunction:
     """Return which scores the weights are multiples of, by a factor per token (K = 1: one)."""
     own_NK = weights_NK.float()
@@ -134,7 +134,7 @@ def _infer_score_function(
         "sigmoid": logits_NE.float().sigmoid(),
     }
     for name, scores_NE in scores.items():
-        factor_NK = own_NK / scores_NE.gather(1, chosen_NK.long())
+        factor_NK = own_NK / scores_NE.gather(1, expert_ids_NK.long())
         mean = factor_NK.mean() if factor_NK.shape[1] == 1 else factor_NK.mean(1, keepdim=True)
         if ((factor_NK - mean).abs() <= _SCORE_TOLERANCE * mean.abs()).all():
             return name
@@ -151,30 +151,30 @@ def real_token_mask(batch: Batch, share: SharedRows | None = None) -> torch.Tens
     """Return a mask of a batch's tokens that are not padding, [B, T], without a device sync."""
     num_rows, num_own = batch.tokens_BT.shape
     shape = num_rows, num_own * (share.part.size if share else 1)
-    real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
-    for number, padding in enumerate(batch.padding):
+    is_real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
+    for index, padding in enumerate(batch.padding):
         if padding:
-            real_BT[number, shape[1] - padding :] = False
-    return share.part.cut_to_rank(real_BT) if share else real_BT
+            is_real_BT[index, shape[1] - padding :] = False
+    return share.part.shard_to_rank(is_real_BT) if share else is_real_BT
 
 
 def count_expert_tokens(
-    chosen_NK: torch.Tensor, real_BT: torch.Tensor, num_experts: int
+    expert_ids_NK: torch.Tensor, is_real_BT: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
     """Return how many real tokens of each row go to each expert, [B, E]."""
     is_chosen_NE = torch.zeros(
-        len(chosen_NK), num_experts, dtype=torch.bool, device=chosen_NK.device
+        len(expert_ids_NK), num_experts, dtype=torch.bool, device=expert_ids_NK.device
     )
-    is_chosen_NE.scatter_(1, chosen_NK.long(), True)
-    is_chosen_BTE = is_chosen_NE.view(*real_BT.shape, num_experts) & real_BT.unsqueeze(-1)
+    is_chosen_NE.scatter_(1, expert_ids_NK.long(), True)
+    is_chosen_BTE = is_chosen_NE.view(*is_real_BT.shape, num_experts) & is_real_BT.unsqueeze(-1)
     return is_chosen_BTE.sum(1).float()
 
 
 def _sum_counts_of_shared_rows(
-    counts_BE: torch.Tensor, real_BT: torch.Tensor
+    counts_BE: torch.Tensor, is_real_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's tokens by expert and in total, summed over the ranks that share rows."""
-    tokens_B, share = real_BT.sum(1), batch_context.batch.share
+    tokens_B, share = is_real_BT.sum(1), batch_context.batch.share
     if share is None:
         return counts_BE, tokens_B
     both = share.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
@@ -184,8 +184,8 @@ def _sum_counts_of_shared_rows(
 def balance_loss(
     logits_NE: torch.Tensor,
     counts_BE: torch.Tensor,
-    num_chosen: int,
-    real_BT: torch.Tensor,
+    num_experts_per_token: int,
+    is_real_BT: torch.Tensor,
     score: ScoreFunction,
     tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -196,20 +196,20 @@ def balance_loss(
     If ranks share rows, ``counts_BE`` and ``tokens_B`` are those of whole rows, and the results of
     these ranks add up to that sum.
     """
-    logits_BTE = logits_NE.float().view(*real_BT.shape, -1)
+    logits_BTE = logits_NE.float().view(*is_real_BT.shape, -1)
     probs_BTE = logits_BTE.sigmoid() if score == "sigmoid" else logits_BTE.softmax(-1)
     if score == "sigmoid":
         probs_BTE = probs_BTE / (probs_BTE.sum(-1, keepdim=True) + 1e-20)
-    sums_BE = probs_BTE.masked_fill(~real_BT.unsqueeze(-1), 0.0).sum(1)
-    tokens_B = (real_BT.sum(1) if tokens_B is None else tokens_B).clamp(min=1)
-    each = logits_NE.shape[1] / num_chosen
+    sums_BE = probs_BTE.masked_fill(~is_real_BT.unsqueeze(-1), 0.0).sum(1)
+    tokens_B = (is_real_BT.sum(1) if tokens_B is None else tokens_B).clamp(min=1)
+    each = logits_NE.shape[1] / num_experts_per_token
     return each * ((counts_BE * sums_BE).sum(1) / tokens_B).sum()
 
 
-def z_loss(logits_NE: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+def z_loss(logits_NE: torch.Tensor, is_real_BT: torch.Tensor) -> torch.Tensor:
     """Return the sum over tokens of the squared logsumexp of the logits."""
     squares_N = logits_NE.float().logsumexp(-1).square()
-    return squares_N.masked_fill(~real_BT.flatten(), 0.0).sum()
+    return squares_N.masked_fill(~is_real_BT.flatten(), 0.0).sum()
 
 
 class RouterWatch:
@@ -221,13 +221,20 @@ class RouterWatch:
     """
 
     def __init__(
-        self, routers: Sequence[Router], score: ScoreFunction, tune: TuneConfig, counts: bool = True
+        self,
+        routers: Sequence[Router],
+        score: ScoreFunction,
+        tune: TuneConfig,
+        adds_counts: bool = True,
     ) -> None:
-        """Watch ``routers``, those of the whole model. ``counts``: whether this rank adds to
+        """Watch ``routers``, those of the whole model. ``adds_counts``: whether this rank adds to
         ``sums``; of the ranks that work on the same tokens, one does.
         """
-        self._routers, self._score, self._counts = routers, score, counts
-        self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0
+        self._routers, self._score, self._adds_counts = routers, score, adds_counts
+        self._balance_coefficient, self._z_coefficient = (
+            tune.router_aux_loss or 0.0,
+            tune.router_z_loss or 0.0,
+        )
         self._width = _max_num_experts(routers)
         self._is_first_pass, self.scale = False, 0.0
         self.sums = torch.zeros(0)
@@ -239,10 +246,10 @@ class RouterWatch:
             stage.watch = self
             # By path: once an engine has partitioned parameters, their shapes show no experts.
             held = dict(stage.named_modules())
-            for number, router in enumerate(self._routers):
+            for index, router in enumerate(self._routers):
                 if router.path in held:
-                    look = functools.partial(self._on_router_output, number)
-                    held[router.path].register_forward_hook(look)
+                    hook = functools.partial(self._handle_router_output, index)
+                    held[router.path].register_forward_hook(hook)
 
     def begin(self, scale: float) -> None:
         """Begin a step; its backward passes multiply the losses, summed over tokens, by ``scale``.
@@ -270,30 +277,36 @@ class RouterWatch:
         pairs = zip(self._routers, rows, strict=True)
         return RouterSums(balance, z, [row[: router.num_experts] for router, row in pairs])
 
-    def _on_router_output(self, number: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
-        real_BT = batch_context.batch.real_BT
-        if real_BT is None:
+    def _handle_router_output(self, index: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
+        is_real_BT = batch_context.batch.is_real_BT
+        if is_real_BT is None:
             return None
-        logits_NE, weights_NK, chosen_NK = out
-        counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
+        logits_NE, weights_NK, expert_ids_NK = out
+        counts_BE = count_expert_tokens(expert_ids_NK, is_real_BT, logits_NE.shape[1])
         balance = z = None
-        if self._balance:
-            whole_BE, tokens_B = _sum_counts_of_shared_rows(counts_BE, real_BT)
-            num_chosen = chosen_NK.shape[1]
-            balance = balance_loss(logits_NE, whole_BE, num_chosen, real_BT, self._score, tokens_B)
-        if self._z:
-            z = z_loss(logits_NE, real_BT)
-        if self._is_first_pass and self._counts:
-            self._add_to_sums(number, counts_BE, balance, z)
-        learned = [c * t for c, t in ((self._balance, balance), (self._z, z)) if t is not None]
+        if self._balance_coefficient:
+            whole_BE, tokens_B = _sum_counts_of_shared_rows(counts_BE, is_real_BT)
+            num_experts_per_token = expert_ids_NK.shape[1]
+            balance = balance_loss(
+                logits_NE, whole_BE, num_experts_per_token, is_real_BT, self._score, tokens_B
+            )
+        if self._z_coefficient:
+            z = z_loss(logits_NE, is_real_BT)
+        if self._is_first_pass and self._adds_counts:
+            self._add_to_sums(index, counts_BE, balance, z)
+        learned = [
+            c * t
+            for c, t in ((self._balance_coefficient, balance), (self._z_coefficient, z))
+            if t is not None
+        ]
         if not learned or not learned[0].requires_grad:
             return None
-        return logits_NE, _AttachRouterLoss.apply(weights_NK, sum(learned), self), chosen_NK
+        return logits_NE, _AttachRouterLoss.apply(weights_NK, sum(learned), self), expert_ids_NK
 
     @torch.no_grad()
     def _add_to_sums(
         self,
-        number: int,
+        index: int,
         counts_BE: torch.Tensor,
         balance: torch.Tensor | None,
         z: torch.Tensor | None,
@@ -301,7 +314,7 @@ class RouterWatch:
         for place, loss in enumerate((balance, z)):
             if loss is not None:
                 self.sums[place] += loss
-        start = _NUM_LOSSES + number * self._width
+        start = _NUM_LOSSES + index * self._width
         self.sums[start : start + counts_BE.shape[1]] += counts_BE.sum(0)
 
 

@@ -62,14 +62,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 class Slice:
     """Where a slice lies in its full tensor: from ``start`` along ``dim``.
 
-    ``parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each,
+    ``num_parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each,
     from ``start`` within the part.
     """
 
     dim: int
     start: int
     full_shape: tuple[int, ...]
-    parts: int = 1
+    num_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class BuiltModel:
     ``base_names`` maps the name of a parameter or persistent buffer in ``module`` to its name in
     the model directory. ``saved_names`` maps a trained parameter's name to its name in checkpoints
     and exports: peft's for adapters, the model directory's for full fine-tuning. ``slices``:
-    parameters of which this rank has only a slice, apart from DTensors. ``tied`` is the stored name
-    of the weight that is both the embedding and the output head. ``start`` holds the initial values
+    parameters of which this rank has only a slice, apart from DTensors. ``tied_name`` is the stored name
+    of the weight that is both the embedding and the output head. ``init_index`` holds the initial values
     of adapters that continue saved ones. ``dropout`` maps names of config.json's dropout and router
     noise settings to their values, which are not applied. Rotary positions that depend on the
     length of a text are scaled for ``seq_len`` tokens in every text. ``names`` maps the language
-    model's tensors to their names in the whole model of the directory; ``others`` are parts of its
+    model's tensors to their names in the whole model of the directory; ``unused_parts`` are parts of its
     files that are not used. ``routers``: those that are watched; ``router_score``: the function
     with which they weight experts. ``rope_scaling``: model.rope_scaling, already applied to
     ``config``.
@@ -113,13 +113,13 @@ class BuiltModel:
     tune: TuneConfig
     dtype: torch.dtype
     seed: int
-    tied: str | None = None
+    tied_name: str | None = None
     slices: Mapping[str, Slice] = field(default_factory=dict)
-    start: TensorIndex | None = None
+    init_index: TensorIndex | None = None
     dropout: Mapping[str, float] = field(default_factory=dict)
     seq_len: int | None = None
     names: TensorNames = TensorNames()
-    others: tuple[str, ...] = ()
+    unused_parts: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
     router_score: ScoreFunction = ""
     rope_scaling: Mapping[str, Any] | None = None
@@ -136,8 +136,8 @@ class BuiltModel:
 
         ``name`` is the tensor's in ``module``. None if no file holds its values.
         """
-        if self.start is not None and name in self.saved_names:
-            return self.start, self.saved_names[name]
+        if self.init_index is not None and name in self.saved_names:
+            return self.init_index, self.saved_names[name]
         stored = self.base_names.get(name)
         return None if stored is None else (self.index, stored)
 
@@ -156,14 +156,14 @@ class BuiltModel:
             local = own
         if (cut := self.slices.get(name)) is None:
             return [LocalRegion(local, offset, tuple(parameter.shape))]
-        dim, width = cut.dim, cut.full_shape[cut.dim] // cut.parts
+        dim, width = cut.dim, cut.full_shape[cut.dim] // cut.num_parts
         return [
             LocalRegion(
                 part,
                 (*offset[:dim], offset[dim] + cut.start + number * width, *offset[dim + 1 :]),
                 cut.full_shape,
             )
-            for number, part in enumerate(local.chunk(cut.parts, dim))
+            for number, part in enumerate(local.chunk(cut.num_parts, dim))
         ]
 
     @property
@@ -206,7 +206,7 @@ def build(
     base_dtype = DTYPES[tune.param_dtype] if full else dtype
     language, dropout = _make_language_model(directory, base_dtype, weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
-    within_documents = use_document_attention(model)
+    uses_document_attention = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
     keep_fp32(model, base_dtype, full)
     index = file_index or ShapeIndex(stored_tensors(model))
@@ -215,7 +215,7 @@ def build(
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     stored = _find_stored_names(directory, language, index, shapes, tied)  # before peft allocates
     root: nn.Module = model if full else add_adapters(language, tune, dtype, directory)
-    module = LossModel(root, language.config, within_documents).train()
+    module = LossModel(root, language.config, uses_document_attention).train()
     module.objective = make_objective(tune)
     base_names = {
         name: stored[own_names[id(tensor)]]
@@ -224,7 +224,7 @@ def build(
     }
     if tune.base_packing:
         pack_base(model, tune, dtype)
-    used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
+    used = {*base_names.values(), names.find_stored_name(f"{names.head}.weight", index) or ""}
     trained = (name for name, p in module.named_parameters() if p.requires_grad)
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
     return BuiltModel(
@@ -240,7 +240,7 @@ def build(
         stored[tied] if tied else None,
         dropout=dropout,
         names=names,
-        others=summarize_unused_tensors(file_index, used) if file_index is not None else (),
+        unused_parts=summarize_unused_tensors(file_index, used) if file_index is not None else (),
         rope_scaling=rope_scaling,
     )
 
@@ -272,18 +272,18 @@ def _find_stored_names(
     language: LanguageModel,
     index: TensorIndex | ShapeIndex,
     shapes: Mapping[str, tuple[int, ...]],
-    tied: str | None,
+    tied_name: str | None,
 ) -> dict[str, str]:
     """Map each tensor of the language model, as listed in ``shapes``, to its name in the files.
 
-    ``tied``: the tensor that is both the embedding and the output head.
+    ``tied_name``: the tensor that is both the embedding and the output head.
 
     Raises:
         DataError: if a tensor is missing or has another shape.
     """
     names: dict[str, str] = {}
     for name, shape in shapes.items():
-        stored = language.names.stored(name, index, tied=name == tied)
+        stored = language.names.find_stored_name(name, index, is_tied=name == tied_name)
         if stored is None:
             continue
         names[name] = stored
@@ -304,11 +304,16 @@ def _find_stored_names(
 
 
 def _require_known_conversion(
-    directory: Path, missing: Sequence[str], names: TensorNames, index: TensorIndex | ShapeIndex
+    directory: Path,
+    missing_names: Sequence[str],
+    names: TensorNames,
+    index: TensorIndex | ShapeIndex,
 ) -> None:
     """Refuse a model if transformers makes a missing tensor from stored ones in an unknown way."""
     unfollowed = getattr(index, "unfollowed", {})
-    found = next((name for name in missing if names.whole_model_name(name) in unfollowed), None)
+    found = next(
+        (name for name in missing_names if names.whole_model_name(name) in unfollowed), None
+    )
     if found is not None:
         raise DataError(
             f"{directory}: transformers makes {found} from tensors in these files by "

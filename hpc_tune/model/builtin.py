@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc_tune.errors import ConfigError, find_remedy
 
-BUILTIN_TINY = "builtin:tiny"
+BUILTIN_TINY_MODEL = "builtin:tiny"
 TINY_SEED = 20240229
 SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 CHAT_TEMPLATE = (

@@ -111,7 +111,7 @@ SHAPE_PREFIX = "shape:"
 
 def model_shape_names() -> list[str]:
     """Return the names of the shapes that come with the package, in order."""
-    return sorted(folder.name for folder in _shapes().iterdir() if folder.is_dir())
+    return sorted(folder.name for folder in _shapes_directory().iterdir() if folder.is_dir())
 
 
 def resolve_model_directory(path: str) -> Path:
@@ -127,7 +127,7 @@ def resolve_model_directory(path: str) -> Path:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3) or names
         raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(near)}")
-    return _shapes() / name
+    return _shapes_directory() / name
 
 
 def find_nearest_model_shape(path: str) -> str:
@@ -167,8 +167,8 @@ class ShapeIndex:
         """Names of the tensors."""
         return list(self.shapes)
 
-    def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Leave ``local`` as it is."""
+    def fill(self, local_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Leave ``local_tensor`` as it is."""
 
     def require_finite(self, *_: Any) -> None:
         """Accept whatever is in memory."""
@@ -177,5 +177,5 @@ class ShapeIndex:
         """Return None: there are no pages."""
 
 
-def _shapes() -> Path:
+def _shapes_directory() -> Path:
     return Path(str(files("hpc_tune"))) / "shapes"

@@ -23,11 +23,11 @@ class RowDropout(nn.Module):
     def __init__(self, p: float, seed: int, layer: str) -> None:
         super().__init__()
         self.p, self._key = p, f"{seed} {layer}"
-        self._slice, self._num_slices = 0, 1
+        self._slice_index, self._num_slices = 0, 1
 
-    def set_feature_slice(self, number: int, num_slices: int) -> None:
-        """Treat inputs as slice ``number`` of the features, which are cut into ``num_slices``."""
-        self._slice, self._num_slices = number, num_slices
+    def set_feature_slice(self, slice_index: int, num_slices: int) -> None:
+        """Treat inputs as slice ``slice_index`` of the features, which are cut into ``num_slices``."""
+        self._slice_index, self._num_slices = slice_index, num_slices
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
@@ -40,10 +40,10 @@ class RowDropout(nn.Module):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
         if share:
-            kept = share.part.cut_to_rank(kept).clone()
+            kept = share.part.shard_to_rank(kept).clone()
         kept = kept.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
-            kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
+            kept = kept.chunk(self._num_slices, -1)[self._slice_index].contiguous()
         return x * kept.div_(1 - self.p)
 
 
@@ -105,8 +105,8 @@ class EmbeddingNoise:
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
         if share:
-            noise_BTD = share.part.cut_to_rank(noise_BTD)
-            lengths_BT = share.part.cut_to_rank(batch.whole_row_starts.document_lengths_BT())
+            noise_BTD = share.part.shard_to_rank(noise_BTD)
+            lengths_BT = share.part.shard_to_rank(batch.whole_row_starts.document_lengths_BT())
         else:
             lengths_BT = document_lengths(batch.positions_BT)
         scale_BT = self._alpha / (width * lengths_BT).float().sqrt()

@@ -23,7 +23,7 @@ from hpc_tune.model.config_json import value_shared_by_layers
 _ROUTER_PATH = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 ROUTED_EXPERTS, OTHER_PARTS = "routed experts", "norms, embeddings and the rest"
 _STACK_PATH = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe: *_linear
-_INSIDE_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_EXPERTS_PATH = re.compile(r"(^|\.)experts(\.|$)")
 _SHARED_EXPERT_PATH = re.compile(r"shared_(expert|mlp)")
 CORRECTION_BIASES = {"e_score_correction_bias", "expert_bias"}
 _NOISE_ATTRIBUTES = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
@@ -102,12 +102,12 @@ def num_experts(config: Any) -> int:
     return max(_expert_counts(config), default=0)
 
 
-def chosen_expert_share(config: Any) -> float:
+def active_expert_share(config: Any) -> float:
     """Return the share of a layer's routed experts that a token uses; 1 in a dense model."""
-    return num_chosen_experts(config) / num_experts(config) if has_experts(config) else 1.0
+    return num_experts_per_token(config) / num_experts(config) if has_experts(config) else 1.0
 
 
-def num_chosen_experts(config: Any) -> int:
+def num_experts_per_token(config: Any) -> int:
     """Return the number of experts per token from a model's configuration; 1 if unknown."""
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
     for part, name in itertools.product(_config_parts(config), names):
@@ -134,16 +134,16 @@ def max_expert_parallel_size(model: nn.Module) -> int:
     return math.gcd(*counts) if counts else 1
 
 
-def require_shardable_experts(model: Any, ranks: int) -> int:
-    """Return ``max_expert_parallel_size`` of a model with a ``config``; ``ranks`` must divide it.
+def require_shardable_experts(model: Any, num_ranks: int) -> int:
+    """Return ``max_expert_parallel_size`` of a model with a ``config``; ``num_ranks`` must divide it.
 
     Raises:
-        ConfigError: if ``ranks`` does not divide it.
+        ConfigError: if ``num_ranks`` does not divide it.
     """
     found = max_expert_parallel_size(model)
-    if found % ranks:
+    if found % num_ranks:
         raise ConfigError(
-            f"parallel.expert={ranks}: the experts of a {model.config.model_type} model "
+            f"parallel.expert={num_ranks}: the experts of a {model.config.model_type} model "
             f"{f'need ranks that divide {found}' if found > 1 else 'cannot be split over ranks'}; "
             "leave it out"
         )
@@ -171,7 +171,7 @@ def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     stacks = {path for path, _ in find_stacked_experts(model)}
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
-        if path in stacks or (_INSIDE_EXPERTS.search(path) and any(p.dim() > 1 for _, p in own)):
+        if path in stacks or (_EXPERTS_PATH.search(path) and any(p.dim() > 1 for _, p in own)):
             yield path, module
 
 

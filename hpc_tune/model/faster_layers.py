@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+ForwardFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def make_layer_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
@@ -32,14 +32,14 @@ def make_layer_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.
 def find_replaceable_layers(
     blocks: Iterable[nn.Module],
     is_candidate: Callable[[nn.Module], bool],
-    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
-    forward: Forward,
-    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+    make_trial: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
+    forward: ForwardFunction,
+    outputs_agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> list[nn.Module]:
     """Return the layers of ``blocks`` that pass ``is_candidate`` and compute as ``forward`` does.
 
-    ``make`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
-    results of its class's forward and of ``forward`` must ``agree``. Layers of one class with the
+    ``make_trial`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
+    results of its class's forward and of ``forward`` must ``outputs_agree``. Layers of one class with the
     same plain attributes are tried once.
     """
     tried: dict[tuple[Any, ...], bool] = {}
@@ -47,7 +47,7 @@ def find_replaceable_layers(
     for layer in (part for block in blocks for part in block.modules() if is_candidate(part)):
         key = type(layer), layer.training, *_plain_attributes(layer)
         if key not in tried:
-            tried[key] = _computes_same(layer, make, forward, agree)
+            tried[key] = _computes_same_output(layer, make_trial, forward, outputs_agree)
         if tried[key]:
             found.append(layer)
     return found
@@ -62,17 +62,17 @@ def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _computes_same(
+def _computes_same_output(
     module: nn.Module,
-    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
-    forward: Forward,
-    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+    make_trial: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
+    forward: ForwardFunction,
+    outputs_agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> bool:
     with _disable_current_modes(), torch.no_grad():
-        layer, x = make(module, torch.Generator().manual_seed(0))
+        layer, x = make_trial(module, torch.Generator().manual_seed(0))
         layer.train(module.training)
         try:
-            return agree(type(module).forward(layer, x), forward(layer, x))
+            return outputs_agree(type(module).forward(layer, x), forward(layer, x))
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return False
 
@@ -121,24 +121,24 @@ def _make_rms_norm_trial(module: Any, rng: torch.Generator) -> tuple[nn.Module, 
     return make_layer_like(module, weight=nn.Parameter(weight)), x.bfloat16()
 
 
-def _outputs_agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
-    is_near = torch.allclose(stock.float(), ours.float(), rtol=2e-2, atol=1e-6)
-    same = (stock == ours).float().mean().item()
-    return stock.dtype == ours.dtype and is_near and same >= _MIN_EQUAL_SHARE
+def _outputs_agree(stock_out: torch.Tensor, new_out: torch.Tensor) -> bool:
+    is_near = torch.allclose(stock_out.float(), new_out.float(), rtol=2e-2, atol=1e-6)
+    same = (stock_out == new_out).float().mean().item()
+    return stock_out.dtype == new_out.dtype and is_near and same >= _MIN_EQUAL_SHARE
 
 
 def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
-        stock: torch.Tensor = type(self).forward(self, x)
-        return stock
+        stock_out: torch.Tensor = type(self).forward(self, x)
+        return stock_out
     out: torch.Tensor = _RmsNormFunction.apply(x, self.weight, self.variance_epsilon)
     return out
 
 
 def _torch_rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
-        stock: torch.Tensor = type(self).forward(self, x)
-        return stock
+        stock_out: torch.Tensor = type(self).forward(self, x)
+        return stock_out
     # It computes in fp32 internally. Since torch 2.12, autocast on a GPU would also make fp32
     # copies of x and of the result, even if both are in 16 bits.
     with torch.autocast(x.device.type, enabled=False):

@@ -26,7 +26,7 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.config_json import ShapeIndex
-from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import TensorIndex, adapted_layer
 from hpc_tune.world.device import find_architecture
 
@@ -34,7 +34,7 @@ FLOAT8_DTYPE = torch.float8_e4m3fn
 _MAX_CODE = torch.finfo(FLOAT8_DTYPE).max
 _MANTISSA_MASK = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
-_SIDE_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_SIDE_ALIGNMENT = 16  # float8 matmuls need both sides of a weight to be multiples of this
 _MIN_ROW_MAX = 2.0**-100  # lower bound for the largest value of a row
 MAX_TRIAL_ERROR = 0.01  # error relative to the norm: results are rounded to bf16
 
@@ -48,13 +48,13 @@ class Float8Linear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = dtype
         self.multiplies_float8 = False
-        packed = torch.empty(
+        packed_weight = torch.empty(
             self.out_features,
             _row_bytes(self.in_features),
             dtype=torch.uint8,
             device=linear.weight.device,
         )
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(packed_weight, requires_grad=False)
         self.bias = linear.bias
 
     @property
@@ -71,13 +71,13 @@ class Float8Linear(nn.Linear):
 
     def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the values of the weight, O x I, or of some of its rows."""
-        return _dequantize_packed(packed_OC, self.in_features, self.compute_dtype)
+        return _dequantize_packed_weight(packed_OC, self.in_features, self.compute_dtype)
 
     def linear_output(
         self, rows: "Float8Rows", packed_OC: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply float8 rows by the weight; return N x O."""
-        codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
+        codes_OI, scales_O1 = _split_packed_weight(packed_OC, self.in_features)
         return _scaled_matmul(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
 
     def input_gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Float8Linear(nn.Linear):
         The scales of the weight's rows vary along the features that are summed over, so the
         output's gradient is multiplied by them before it is cast.
         """
-        codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
+        codes_OI, scales_O1 = _split_packed_weight(packed_OC, self.in_features)
         rows = quantize_float8_rows(_multiply_by_powers_of_two(grad_NO, scales_O1.t()))
         ones_1I = scales_O1.new_ones(1, self.in_features)
         columns = codes_OI.t().contiguous().t()  # hardware reads along the summed dimension
@@ -95,18 +95,18 @@ class Float8Linear(nn.Linear):
     @torch.no_grad()
     def fill(
         self,
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
-        stored: str,
-        reserve: Reserve = reserve_nothing,
+        stored_name: str,
+        reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Read and pack rows of the weight ``stored`` into ``local``, from row ``offset[0]`` on.
+        """Read and pack rows of the weight ``stored_name`` into ``local_tensor``, from row ``offset[0]`` on.
 
         Raises:
             DataError: if the weight lacks these rows or has NaN or inf, or its file is damaged.
         """
-        _fill_rows(local, (), offset[0], self.in_features, index, stored, reserve)
+        _fill_rows(local_tensor, (), offset[0], self.in_features, index, stored_name, reserve)
 
 
 class Float8Stack(nn.Module):
@@ -129,25 +129,25 @@ class Float8Stack(nn.Module):
 
     def unpack(self, packed_EOC: torch.Tensor) -> torch.Tensor:
         """Return the values of a stack, or of some of its experts."""
-        return _dequantize_packed(packed_EOC, self.shape[2], self.compute_dtype)
+        return _dequantize_packed_weight(packed_EOC, self.shape[2], self.compute_dtype)
 
     @torch.no_grad()
     def fill(
         self,
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
-        stored: str,
-        reserve: Reserve = reserve_nothing,
+        stored_name: str,
+        reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Read and pack experts of the stack ``stored`` into ``local``, from ``offset[0]`` on.
+        """Read and pack experts of the stack ``stored_name`` into ``local_tensor``, from ``offset[0]`` on.
 
         Raises:
             DataError: as ``Float8Linear.fill`` does.
         """
-        for i in range(len(local)):
+        for i in range(len(local_tensor)):
             at = (offset[0] + i,)
-            _fill_rows(local[i], at, 0, self.shape[2], index, stored, reserve)
+            _fill_rows(local_tensor[i], at, 0, self.shape[2], index, stored_name, reserve)
 
 
 class Float8Rows:
@@ -177,18 +177,18 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
     Layers with a side that is not a multiple of 16 are left out: the hardware requires multiples.
     """
     layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
-    if not layers or why_no_float8_matmuls(device, layers[0].compute_dtype):
+    if not layers or explain_missing_float8_matmuls(device, layers[0].compute_dtype):
         return
     for layer in layers:
         layer.multiplies_float8 = _has_aligned_sides(layer)
 
 
 def _has_aligned_sides(layer: nn.Linear) -> bool:
-    return all(side % _SIDE_MULTIPLE == 0 for side in (layer.in_features, layer.out_features))
+    return all(side % _SIDE_ALIGNMENT == 0 for side in (layer.in_features, layer.out_features))
 
 
 @functools.cache
-def why_no_float8_matmuls(device: torch.device, dtype: torch.dtype) -> str:
+def explain_missing_float8_matmuls(device: torch.device, dtype: torch.dtype) -> str:
     """Return why a device does not multiply in float8; "" if it does and a trial was right."""
     architecture = find_architecture(device)
     if architecture is None:
@@ -214,8 +214,8 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
     layer = Float8Linear(nn.Linear(64, 32, bias=False, device=device, dtype=dtype), dtype)
     layer.weight.data.copy_(pack_float8(w_OI))
     rows = quantize_float8_rows(x_NI)
-    values_OI = _dequantize_packed(layer.weight, 64, torch.float32)
-    _, scales_O1 = _split_packed(layer.weight, 64)
+    values_OI = _dequantize_packed_weight(layer.weight, 64, torch.float32)
+    _, scales_O1 = _split_packed_weight(layer.weight, 64)
     grads = quantize_float8_rows(_multiply_by_powers_of_two(grad_NO, scales_O1.t()))
     exact = (
         _dequantize_rows(rows) @ values_OI.t(),
@@ -233,10 +233,12 @@ def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
     """Quantize rows of values; return their bytes."""
     rows = quantize_float8_rows(values_OI.float())
     num, width = values_OI.shape
-    packed = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
-    packed[:, :width] = rows.codes.view(torch.uint8)
-    packed[:, -_SCALE_BYTES:].view(torch.float32).copy_(rows.scales.expand(-1, _SCALE_BYTES // 4))
-    return packed
+    packed_weight = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
+    packed_weight[:, :width] = rows.codes.view(torch.uint8)
+    packed_weight[:, -_SCALE_BYTES:].view(torch.float32).copy_(
+        rows.scales.expand(-1, _SCALE_BYTES // 4)
+    )
+    return packed_weight
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -288,17 +290,21 @@ def _scaled_matmul(
 
 
 def _row_bytes(width: int) -> int:
-    return -(-width // _SIDE_MULTIPLE) * _SIDE_MULTIPLE + _SCALE_BYTES
+    return -(-width // _SIDE_ALIGNMENT) * _SIDE_ALIGNMENT + _SCALE_BYTES
 
 
-def _split_packed(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_packed_weight(
+    packed_weight: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and the scales of rows of ``width`` values, both as views."""
-    codes = packed[..., :width].view(FLOAT8_DTYPE)
-    return codes, packed[..., -_SCALE_BYTES:].view(torch.float32)[..., :1]
+    codes = packed_weight[..., :width].view(FLOAT8_DTYPE)
+    return codes, packed_weight[..., -_SCALE_BYTES:].view(torch.float32)[..., :1]
 
 
-def _dequantize_packed(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    codes, scales = _split_packed(packed, width)
+def _dequantize_packed_weight(
+    packed_weight: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    codes, scales = _split_packed_weight(packed_weight, width)
     return _multiply_by_powers_of_two(codes.to(dtype), scales)
 
 
@@ -312,23 +318,25 @@ def _dequantize_rows(rows: Float8Rows) -> torch.Tensor:
 
 
 def _fill_rows(
-    local: torch.Tensor,
+    local_tensor: torch.Tensor,
     matrix_index: tuple[int, ...],
     start: int,
     width: int,
     index: TensorIndex | ShapeIndex,
-    stored: str,
-    reserve: Reserve,
+    stored_name: str,
+    reserve: ReserveFunction,
 ) -> None:
-    """Fill ``local`` with rows from ``start`` on, of the matrix at ``matrix_index`` in a stack."""
+    """Fill ``local_tensor`` with rows from ``start`` on, of the matrix at ``matrix_index`` in a stack."""
     step = max(1, PIECE_BYTES // (4 * width))
-    for first in range(0, len(local), step):
-        rows = min(step, len(local) - first)
+    for first in range(0, len(local_tensor), step):
+        rows = min(step, len(local_tensor) - first)
         piece = torch.empty((*(1 for _ in matrix_index), rows, width), dtype=torch.float32)
         at = (*matrix_index, start + first, 0)
-        index.fill(piece, stored, at, reserve)
-        index.require_finite(piece, stored, at)
-        local[first : first + rows].copy_(pack_float8(piece.view(rows, width).to(local.device)))
+        index.fill(piece, stored_name, at, reserve)
+        index.require_finite(piece, stored_name, at)
+        local_tensor[first : first + rows].copy_(
+            pack_float8(piece.view(rows, width).to(local_tensor.device))
+        )
 
 
 # -- float8 matmuls by torchao (train.float8), with a base that is not stored in 8 bits.
@@ -365,11 +373,11 @@ def check_float8(device: torch.device) -> None:
 
 
 def convert_to_torchao_float8(
-    blocks: Sequence[nn.Module], exact: Collection[nn.Module] = (), emulate: bool = False
+    blocks: Sequence[nn.Module], excluded_layers: Collection[nn.Module] = (), emulate: bool = False
 ) -> int:
     """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
-    Layers in ``exact`` (``find_unquantized_layers``) are skipped: routers among them would choose
+    Layers in ``excluded_layers`` (``find_unquantized_layers``) are skipped: routers among them would choose
     experts by 8-bit scores. So are layers with a side that is not a multiple of 16. Works on the
     meta device and inside peft's layers, and does not rename parameters. ``emulate`` rounds to
     float8 without the hardware, for tests.
@@ -384,7 +392,7 @@ def convert_to_torchao_float8(
         convert_to_float8_training(
             block,
             module_filter_fn=lambda module, name: (
-                module not in exact and _is_convertible_linear(module, name)
+                module not in excluded_layers and _is_convertible_linear(module, name)
             ),
             config=config,
         )

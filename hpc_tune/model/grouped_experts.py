@@ -45,7 +45,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
     replaced = 0
-    for experts in filter(is_groupable_experts, parts):
+    for experts in filter(can_group_experts, parts):
         mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
         if not mine.keys() <= {*stack_names(experts)}:
             continue
@@ -62,7 +62,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     return replaced
 
 
-def is_groupable_experts(part: Any) -> bool:
+def can_group_experts(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
     Experts followed by a norm are not; before 5.20, transformers has no such experts.
@@ -199,27 +199,27 @@ class _ExpertMatmul:
             out_SO = out_SO + self.bias_EO.index_select(0, rows.experts())
         if self.adapter is None:
             return out_SO, None
-        low_SR = rows.multiply_by_expert(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
-        more_SO = rows.multiply_by_expert(low_SR, self.adapter.b_ERO)
+        low_rank_SR = rows.multiply_by_expert(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
+        more_SO = rows.multiply_by_expert(low_rank_SR, self.adapter.b_ERO)
         # Selective recompute keeps the result of W, which must not be changed in place then.
         is_traced = _get_current_dispatch_mode() is not None
         sum_SO = torch.add(out_SO, more_SO) if is_traced else out_SO.add_(more_SO)
-        return sum_SO.to(x_SI.dtype), low_SR
+        return sum_SO.to(x_SI.dtype), low_rank_SR
 
     def backward(
         self,
         x_SI: torch.Tensor | None,
-        low_SR: torch.Tensor | None,
+        low_rank_SR: torch.Tensor | None,
         grad_SO: torch.Tensor,
         rows: SortedRows,
     ) -> tuple[torch.Tensor, _AdapterGradients]:
         """Return the gradients of x, and of A and B in peft's layout; only A needs ``x_SI``."""
         grad_SI = rows.multiply_by_expert(grad_SO, self.weight_EIO.transpose(1, 2))
-        if self.adapter is None or low_SR is None or x_SI is None:
+        if self.adapter is None or low_rank_SR is None or x_SI is None:
             return grad_SI, (None, None)
         a_ERI, b_ERO = self.adapter.a_EIR.transpose(1, 2), self.adapter.b_ERO
         grad_SO = grad_SO.to(b_ERO.dtype)
-        grad_b = rows.weight_gradient(low_SR, grad_SO, b_ERO)
+        grad_b = rows.weight_gradient(low_rank_SR, grad_SO, b_ERO)
         grad_SR = rows.multiply_by_expert(grad_SO, b_ERO.transpose(1, 2))
         del grad_SO
         grad_a = rows.weight_gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)

@@ -53,44 +53,55 @@ def grouped_matmul(
 
 
 def grouped_weight_gradient(
-    low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor, ends_E: torch.Tensor
+    low_rank_SR: torch.Tensor,
+    features_SN: torch.Tensor,
+    weight_ERN: torch.Tensor,
+    ends_E: torch.Tensor,
 ) -> torch.Tensor:
     """Return, for each expert, the sum of its rows' outer products, in the shape of a weight."""
     out_ERN: torch.Tensor
-    if has_grouped_matmul(low_SR, weight_ERN, wide_SN) and not _is_kernel_refused(low_SR):
-        out_ERN = _gradient_by_kernel(low_SR, wide_SN, ends_E)
+    if has_grouped_matmul(low_rank_SR, weight_ERN, features_SN) and not _is_kernel_refused(
+        low_rank_SR
+    ):
+        out_ERN = _gradient_by_kernel(low_rank_SR, features_SN, ends_E)
     else:
-        out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, ends_E)
+        out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_rank_SR, features_SN, ends_E)
     return out_ERN
 
 
 @torch.library.impl(_LIBRARY, "sums_of_outer_products", "CompositeExplicitAutograd")
 def sums_of_outer_products(
-    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+    low_rank_SR: torch.Tensor, features_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """Return ``grouped_weight_gradient``, computed expert by expert.
 
     transformers' own, since 5.23, also makes the gradient of the rows, which is not needed here.
     """
-    out_ERN, start = _fake_sums(low_SR, wide_SN, ends_E), 0
+    out_ERN, start = _fake_sums(low_rank_SR, features_SN, ends_E), 0
     for expert, end in enumerate(ends_E.tolist()):
-        torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
+        torch.mm(low_rank_SR[start:end].t(), features_SN[start:end], out=out_ERN[expert])
         start = end
     return out_ERN
 
 
 @torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
-def _fake_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
+def _fake_sums(
+    low_rank_SR: torch.Tensor, features_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    return low_rank_SR.new_empty(len(ends_E), low_rank_SR.shape[1], features_SN.shape[1])
 
 
-def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
+def has_grouped_matmul(
+    x: torch.Tensor, weight_EIO: torch.Tensor, *other_tensors: torch.Tensor
+) -> bool:
     """Whether torch has a grouped matmul for these tensors; in traces only for bf16."""
     is_traced = isinstance(x, FakeTensor)
     is_bound = (
         x.device.type == "cpu" and not torch_versions.GROUPED_MM_TAKES_ANY_ADDRESS and not is_traced
     )
-    if is_bound and any(part.data_ptr() % ROW_ALIGNMENT_BYTES for part in (x, weight_EIO, *others)):
+    if is_bound and any(
+        part.data_ptr() % ROW_ALIGNMENT_BYTES for part in (x, weight_EIO, *other_tensors)
+    ):
         return False
     dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
     each = ROW_ALIGNMENT_BYTES // x.dtype.itemsize
@@ -178,25 +189,25 @@ def _matmul_by_kernel(
 
 
 def _gradient_by_kernel(
-    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+    low_rank_SR: torch.Tensor, features_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    pieces = _split_rows(low_SR, max(low_SR.shape[1], wide_SN.shape[1]))
+    pieces = _split_rows(low_rank_SR, max(low_rank_SR.shape[1], features_SN.shape[1]))
     if len(pieces) == 1:
-        return _gradient_of_piece(low_SR, wide_SN, ends_E)
+        return _gradient_of_piece(low_rank_SR, features_SN, ends_E)
     out_ERN: torch.Tensor | None = None
     for begin, end in pieces:
         within_E = _clip_ends(ends_E, begin, end)
-        piece_ERN = _gradient_of_piece(low_SR[begin:end], wide_SN[begin:end], within_E)
+        piece_ERN = _gradient_of_piece(low_rank_SR[begin:end], features_SN[begin:end], within_E)
         out_ERN = piece_ERN if out_ERN is None else out_ERN.add_(piece_ERN)
     assert out_ERN is not None
     return out_ERN
 
 
 def _gradient_of_piece(
-    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+    low_rank_SR: torch.Tensor, features_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
-    if _may_leave_uninitialized(low_SR):
+    out_ERN: torch.Tensor = torch_versions.grouped_mm(low_rank_SR.t(), features_SN, offs=ends_E)
+    if _may_skip_empty_experts(low_rank_SR):
         is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
         out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not times 0: 0 x nan is nan
     return out_ERN
@@ -218,7 +229,7 @@ def _max_kernel_values(x: torch.Tensor) -> int:
     return sys.maxsize if x.device.type == "cpu" else MAX_KERNEL_VALUES
 
 
-def _may_leave_uninitialized(x: torch.Tensor) -> bool:
+def _may_skip_empty_experts(x: torch.Tensor) -> bool:
     return x.device.type != "cpu"
 
 
@@ -261,23 +272,23 @@ class SortedRows:
         sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
         if _needs_padding(index_TK, dtype):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-            padded_E = torch.tensor([padded_num_rows(count) for count in counts_E.tolist()])
+            padded_E = torch.tensor([num_padded_rows(count) for count in counts_E.tolist()])
             more_E = (padded_E - counts_E).cumsum(0)
             sorted_S += (more_E - padded_E + counts_E)[expert_S]
             ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
         elif isinstance(index_TK, FakeTensor) and dtype.itemsize == 2:
-            num_rows += padding_rows_in_trace(num_rows, num_experts)
-        places_S = torch.empty_like(order_S)
-        places_S[order_S] = sorted_S
-        return cls(ends_E, places_S.view_as(index_TK), num_rows)
+            num_rows += num_padding_rows_in_trace(num_rows, num_experts)
+        positions_S = torch.empty_like(order_S)
+        positions_S[order_S] = sorted_S
+        return cls(ends_E, positions_S.view_as(index_TK), num_rows)
 
     def tokens(self) -> torch.Tensor:
         """Return the token of each row; for padding, the first one."""
         token_S = self.rows_TK.new_zeros(self.num_rows)
         num_tokens, num_chosen = self.rows_TK.shape
         numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
-        places_S = self.rows_TK.flatten()
-        return token_S.scatter_(0, places_S, numbers_TK.expand(-1, num_chosen).flatten())
+        positions_S = self.rows_TK.flatten()
+        return token_S.scatter_(0, positions_S, numbers_TK.expand(-1, num_chosen).flatten())
 
     def experts(self) -> torch.Tensor:
         """Return the expert of each row."""
@@ -308,13 +319,13 @@ class SortedRows:
         return grouped_matmul(x_SI, weight_EIO, self.ends_E)
 
     def weight_gradient(
-        self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
+        self, low_rank_SR: torch.Tensor, features_SN: torch.Tensor, weight_ERN: torch.Tensor
     ) -> torch.Tensor:
         """Return, for each expert, the sum of its rows' outer products, in the shape of a weight.
 
         Pass the narrow side first: the reverse takes up to five times as long on a CPU.
         """
-        return grouped_weight_gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
+        return grouped_weight_gradient(low_rank_SR, features_SN, weight_ERN, self.ends_E)
 
     def sums_by_expert(
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
@@ -326,7 +337,7 @@ class SortedRows:
         return self.weight_gradient(weight_SR, y_SO, like_ERO)[:, 0]
 
 
-def padded_num_rows(num_rows: int) -> int:
+def num_padded_rows(num_rows: int) -> int:
     """Return the padded number of an expert's rows in 16 bits on a CPU: up to a quarter or 15 more.
 
     Padding of few rows is nearly free: reading an expert takes as long as computing 36 rows.
@@ -335,7 +346,7 @@ def padded_num_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def padding_rows_in_trace(num_rows: int, num_experts: int) -> int:
+def num_padding_rows_in_trace(num_rows: int, num_experts: int) -> int:
     """Return the rows of padding in a trace: 0, since it has no token counts of experts.
 
     A trace for CPUs replaces this function by ``estimate_padding_rows``.

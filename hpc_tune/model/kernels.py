@@ -25,7 +25,7 @@ from torch import nn
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.config_json import value_shared_by_layers
-from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
+from hpc_tune.model.varlen_attention import DTYPES, HEAD_DIM_MULTIPLE, MAX_VALUES
 from hpc_tune.world.device import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
@@ -74,12 +74,12 @@ def choose_kernels(
     compiled: bool,
     has_windows: bool,
     mask_reason: str = "",
-    why_no_window: str = "",
+    window_mask_reason: str = "",
 ) -> Kernels:
     """Return what computes a model's blocks on a device.
 
     ``has_windows``: the model has layers with a sliding window. ``mask_reason``: why attention
-    cannot run by document on the device; ``why_no_window``: why a GPU's kernel takes no sliding
+    cannot run by document on the device; ``window_mask_reason``: why a GPU's kernel takes no sliding
     window.
     """
     on_gpu = device_type == "cuda"
@@ -93,8 +93,8 @@ def choose_kernels(
         )
     if not on_gpu:
         return Kernels("tiles", "mask" if has_windows else None, norm, swiglu)
-    if has_windows and why_no_window:
-        return Kernels("varlen", "mask", norm, swiglu, mask_reason=why_no_window)
+    if has_windows and window_mask_reason:
+        return Kernels("varlen", "mask", norm, swiglu, mask_reason=window_mask_reason)
     return Kernels("varlen", "varlen" if has_windows else None, norm, swiglu)
 
 
@@ -114,7 +114,11 @@ def choose_model_kernels(
     has_windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
         return choose_kernels(device.type, compiled, has_windows, mask_reason)
-    why, why_no_window, flash = mask_reason or _why_heads_unsupported(config, dtype), "", ""
+    why, window_mask_reason, flash = (
+        mask_reason or _explain_unsupported_heads(config, dtype),
+        "",
+        "",
+    )
     if not why and device is not None:
         architecture = find_architecture(device)
         if architecture is not None and not architecture.has_varlen_attention:
@@ -123,21 +127,23 @@ def choose_model_kernels(
             tried = (device, dtype, _head_size(config), _queries_per_key(config))
             why = varlen_attention.varlen_kernel_fault(*tried)
             if has_windows and not why:
-                why_no_window = varlen_attention.varlen_kernel_fault(
+                window_mask_reason = varlen_attention.varlen_kernel_fault(
                     *tried, window=_CHECKED_WINDOW_TOKENS
                 )
             if not why and architecture is not None and architecture.capability is not None:
-                window = _CHECKED_WINDOW_TOKENS if has_windows and not why_no_window else None
+                window = _CHECKED_WINDOW_TOKENS if has_windows and not window_mask_reason else None
                 flash = varlen_attention.use_flash_attention(*tried, window)
-    return replace(choose_kernels("cuda", compiled, has_windows, why, why_no_window), flash=flash)
+    return replace(
+        choose_kernels("cuda", compiled, has_windows, why, window_mask_reason), flash=flash
+    )
 
 
-def why_no_partial_documents(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def partial_document_fault(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     """Return why a GPU's kernel takes no parts of documents; "" if it does, or is not used.
 
     A part has only its last tokens as queries: ranks that share a row gather its keys.
     """
-    if device.type != "cuda" or _why_heads_unsupported(config, dtype):
+    if device.type != "cuda" or _explain_unsupported_heads(config, dtype):
         return ""
     tried = device, dtype, _head_size(config), _queries_per_key(config)
     return varlen_attention.varlen_kernel_fault(*tried, queries_are_partial=True)
@@ -148,7 +154,7 @@ def _queries_per_key(config: Any) -> int:
     return heads // (value_shared_by_layers(config, "num_key_value_heads") or heads)
 
 
-def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
+def explain_expert_loop(dtype: torch.dtype, device: torch.device) -> str:
     """Return why a device multiplies experts in ``dtype`` one by one; "" if it does not."""
     architecture = find_architecture(device)
     if architecture is None or (dtype == torch.bfloat16 and architecture.has_grouped_mm()):
@@ -169,7 +175,7 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
+def _explain_unsupported_heads(config: Any, dtype: torch.dtype) -> str:
     """Return why the variable-length kernel does not take a model's heads; "" if it does."""
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
@@ -177,7 +183,7 @@ def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
     if not isinstance(value_shared_by_layers(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
-    if size > MAX_VALUES or size % HEAD_MULTIPLE:
+    if size > MAX_VALUES or size % HEAD_DIM_MULTIPLE:
         return f"the kernel takes heads of up to {MAX_VALUES} values, in multiples of 8, not {size}"
     return ""
 

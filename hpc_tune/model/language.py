@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.rope import ORIGINAL, format_rope_scaling, suggest_rope_scaling
+from hpc_tune.config.rope import ORIGINAL_LENGTH_KEY, format_rope_scaling, suggest_rope_scaling
 from hpc_tune.errors import ConfigError, DataError, first_line
-from hpc_tune.files import read_json_object, why_pointer_file
-from hpc_tune.hub_cache import advise_on_snapshots, not_in_cache_hint
+from hpc_tune.files import explain_pointer_file, read_json_object
+from hpc_tune.hub_cache import advise_on_snapshots, missing_snapshot_hint
 from hpc_tune.model.config_json import (
     read_config_json,
     refuse_hub_kernels,
@@ -49,7 +49,7 @@ def require_model_directory(directory: Path) -> None:
         seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"model.path={directory}: no such directory{seen_from}"
-            f"{not_in_cache_hint(str(directory), 'model')}. It must be a Hugging Face "
+            f"{missing_snapshot_hint(str(directory), 'model')}. It must be a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json); models are not "
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
@@ -57,7 +57,7 @@ def require_model_directory(directory: Path) -> None:
     config = directory / "config.json"
     if not config.is_file() and (advice := advise_on_snapshots(directory, "model.path")):
         raise DataError(advice)
-    if why := why_pointer_file(config):
+    if why := explain_pointer_file(config):
         raise DataError(why)
 
 
@@ -73,7 +73,7 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
     require_model_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(
-            f"model.path={directory}: no config.json in it; {_advise_instead(directory)}"
+            f"model.path={directory}: no config.json in it; {_explain_missing_config(directory)}"
         )
     refuse_huge_layer_counts(directory)
     with fast_imports():
@@ -95,23 +95,23 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
     return config
 
 
-def why_texts_too_long(
+def explain_too_long_texts(
     config: Any,
     directory: Path,
     rope_scaling: Mapping[str, Any] | None,
     max_text_tokens: int,
-    what: str,
+    length_description: str,
 ) -> str:
     """Return why texts of ``max_text_tokens`` tokens exceed a model's positions; "" if they do not.
 
-    ``config`` is the language model's, with ``rope_scaling``; ``what`` describes the length.
+    ``config`` is the language model's, with ``rope_scaling``; ``length_description`` describes the length.
     """
     positions = position_limit(config, rope_scaling)
     if positions is None or max_text_tokens <= positions:
         return ""
     advice = advise_rope_scaling(directory, rope_scaling, max_text_tokens)
     return (
-        f"texts of up to {what} are longer than the model's {positions} positions, and it was "
+        f"texts of up to {length_description} are longer than the model's {positions} positions, and it was "
         f"never trained on later ones: use texts of {positions} or less (data.seq_len cuts them)"
         + (f", or {advice}" if advice else "")
     )
@@ -130,7 +130,7 @@ def advise_rope_scaling(
     # llama3's factor is not a ratio of lengths.
     is_raised = "factor" in current and current["rope_type"] != "llama3"
     if is_raised:
-        trained = current.get(ORIGINAL, trained)
+        trained = current.get(ORIGINAL_LENGTH_KEY, trained)
     if not trained:
         return None
     advised = suggest_rope_scaling(max_text_tokens, trained)
@@ -143,7 +143,7 @@ def advise_rope_scaling(
     return format_rope_scaling(advised)
 
 
-def _advise_instead(directory: Path) -> str:
+def _explain_missing_config(directory: Path) -> str:
     """Return what a directory without a config.json is, and what to do."""
     if not (settings := directory / "adapter_config.json").is_file():
         if any(directory.glob("*.gguf")):
@@ -194,10 +194,10 @@ def language_config(config: Any, directory: Path) -> Any:
     of_class = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
     is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or of_class.endswith("ForCausalLM")
     try:
-        text = config.get_text_config()
+        text_config = config.get_text_config()
     except ValueError:  # several text configs: an encoder's and a decoder's
         raise DataError(f"{directory}: model_type {kind} is not a causal LM") from None
-    if text is config and not is_causal:
+    if text_config is config and not is_causal:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
     if "Diffusion" in of_class:
         raise DataError(
@@ -209,15 +209,15 @@ def language_config(config: Any, directory: Path) -> Any:
             f"{directory}: a {kind} model has parts for other things than text or images, which "
             "hpc_tune cannot separate; use a text-only checkpoint of this family"
         )
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
+    window = getattr(text_config, "sliding_window", None)
+    kinds = getattr(text_config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds  # Qwen2-MoE writes 0 for "nowhere"
     if window is not None and window < 1 and slides:
         raise DataError(
             f"{directory}/config.json: sliding_window is {window}, so no token attends to any; "
             "write null for attention to all tokens, or a number of tokens"
         )
-    return text
+    return text_config
 
 
 def auto_model_class(config: Any) -> Any:
@@ -255,36 +255,36 @@ class TensorNames:
     """The names of a language model's tensors in the whole model and in the files.
 
     ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
-    ``in_whole`` and ``whole_head`` in the whole model. ``renamed`` maps a name in the whole
+    ``whole_decoder`` and ``whole_head`` in the whole model. ``renamed_tensors`` maps a name in the whole
     model to the name in the files if transformers renames it. Files may add or omit ``prefix``.
     """
 
     decoder: str = ""
-    in_whole: str = ""
+    whole_decoder: str = ""
     head: str = ""
     whole_head: str = ""
     prefix: str = ""
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed_tensors: Mapping[str, str] = field(default_factory=dict)
 
     def whole_model_name(self, name: str) -> str:
         """Return the name in the whole model of a tensor of the language model."""
-        for own, whole in ((self.decoder, self.in_whole), (self.head, self.whole_head)):
+        for own, whole in ((self.decoder, self.whole_decoder), (self.head, self.whole_head)):
             if whole and name.startswith(f"{own}."):
                 return whole + name.removeprefix(own)
         return name
 
-    def stored(self, name: str, index: Any, tied: bool = False) -> str | None:
+    def find_stored_name(self, name: str, index: Any, is_tied: bool = False) -> str | None:
         """Return the name in the files of a tensor of the language model; None if not stored.
 
-        ``tied``: it is an embedding that is also the output head, and may be stored as the head.
+        ``is_tied``: it is an embedding that is also the output head, and may be stored as the head.
         """
         whole = self.whole_model_name(name)
-        if whole in self.renamed:
-            return self.renamed[whole]
+        if whole in self.renamed_tensors:
+            return self.renamed_tensors[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
         stored = next((c for c in candidates if c in index.shapes), None)
         head = f"{self.head}.weight"
-        return self.stored(head, index) if stored is None and tied else stored
+        return self.find_stored_name(head, index) if stored is None and is_tied else stored
 
 
 @dataclass(frozen=True)
@@ -319,33 +319,37 @@ def make_language_model(
         DataError: if ``language_config`` refuses it, transformers cannot make a model from it, or
             the files lack some experts.
     """
-    text = language_config(config, directory)
-    whole = None if text is config else _make_on_meta(auto_model_class(config), config, dtype)
+    text_config = language_config(config, directory)
+    whole = (
+        None if text_config is config else _make_meta_model(auto_model_class(config), config, dtype)
+    )
     if whole is not None:
         tied = bool(getattr(whole.config, "tie_word_embeddings", False))
-        text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
-    model = _make_text_model(config, text, dtype)
+        text_config.tie_word_embeddings = tied and (
+            index is not None or text_config.tie_word_embeddings
+        )
+    model = _make_text_model(config, text_config, dtype)
     if index is not None:
         joined, unfollowed = find_joined_tensors(whole or model, index.sources.values())
         index = replace(index, sources={**index.sources, **joined}, unfollowed=unfollowed)
     names = _find_names(model, whole or model, index)
-    language = LanguageModel(model, text, names, index)
+    language = LanguageModel(model, text_config, names, index)
     if index is None or not language.is_tied or not _has_own_head(language, index):
         return language
-    text.tie_word_embeddings = False
-    return replace(language, model=_make_text_model(config, text, dtype))
+    text_config.tie_word_embeddings = False
+    return replace(language, model=_make_text_model(config, text_config, dtype))
 
 
 def make_whole_model(config: Any) -> Any:
     """Return the model of a whole configuration on the meta device, as users would load it."""
-    return _make_on_meta(auto_model_class(config), config, torch.float32)
+    return _make_meta_model(auto_model_class(config), config, torch.float32)
 
 
-def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
+def _make_meta_model(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with fast_imports(), torch.device("meta"):
         # By default transformers uses sdpa if the family supports it, else eager (Gemma 2).
         try:
-            model = auto.from_config(config, dtype=dtype)
+            model = auto_class.from_config(config, dtype=dtype)
         except Exception as error:  # whatever the model's own code raises for odd sizes
             raise DataError(
                 f"transformers cannot make a {config.model_type} model from this config.json: "
@@ -355,45 +359,47 @@ def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
         return model
 
 
-def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
+def _make_text_model(config: Any, text_config: Any, dtype: torch.dtype) -> Any:
     with fast_imports():
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _make_on_meta(AutoModelForCausalLM, text, dtype)
+    if text_config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return _make_meta_model(AutoModelForCausalLM, text_config, dtype)
     # transformers has no class for the text model (Qwen-VL): keep the whole model's decoder only.
-    model = _make_on_meta(auto_model_class(config), config, dtype)
-    model.model, model.config = find_decoder(model), text
+    model = _make_meta_model(auto_model_class(config), config, dtype)
+    model.model, model.config = find_decoder(model), text_config
     return model
 
 
-def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorNames:
+def _find_names(model: Any, whole_model: Any, index: TensorIndex | None) -> TensorNames:
     places = []
-    for root in (model, whole):
+    for root in (model, whole_model):
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         places.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
-    (decoder, head), (in_whole, whole_head) = places
-    renamed = {} if index is None else find_renamed_tensors(whole, index.stored)
-    return TensorNames(decoder, in_whole, head, whole_head, f"{whole.base_model_prefix}.", renamed)
+    (decoder, head), (whole_decoder, whole_head) = places
+    renamed = {} if index is None else find_renamed_tensors(whole_model, index.stored)
+    return TensorNames(
+        decoder, whole_decoder, head, whole_head, f"{whole_model.base_model_prefix}.", renamed
+    )
 
 
-def summarize_unused_tensors(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
-    """Return what the files hold besides the tensors ``used``, grouped by the start of the names.
+def summarize_unused_tensors(index: TensorIndex, used_names: Collection[str]) -> tuple[str, ...]:
+    """Return what the files hold besides the tensors ``used_names``, grouped by the start of the names.
 
     For example ``("model.vision_tower (437 tensors)",)``, followed by files that are not read;
     blocks after the last one (for multi-token prediction) are listed by number. Constants that
     transformers computes itself, but that old versions stored, are left out.
     """
     parts: dict[str, int] = {}
-    shared = {name.partition(".")[0] for name in used}
-    in_blocks = {_cut_at_number(name) for name in used}
-    joined = [index.joined[name] for name in used if name in index.joined]
-    used = {*used, *(part.stored.name for one in joined for part in one.parts)}
+    shared = {name.partition(".")[0] for name in used_names}
+    in_blocks = {_prefix_before_index(name) for name in used_names}
+    joined = [index.joined[name] for name in used_names if name in index.joined]
+    used_names = {*used_names, *(part.stored.name for one in joined for part in one.parts)}
     for name in index.stored:
-        if name not in used and not name.endswith(_CONSTANT_SUFFIXES):
-            blocks = _cut_at_number(name)
+        if name not in used_names and not name.endswith(_CONSTANT_SUFFIXES):
+            blocks = _prefix_before_index(name)
             first, *more = blocks.split(".") if blocks else [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
             if blocks != name and blocks in in_blocks:
@@ -403,7 +409,7 @@ def summarize_unused_tensors(index: TensorIndex, used: Collection[str]) -> tuple
     return (*beside, *index.ignored_weights)
 
 
-def _cut_at_number(name: str) -> str:
+def _prefix_before_index(name: str) -> str:
     """Return the part of a tensor's name before a number, such as the number of its block."""
     return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
 
@@ -412,7 +418,7 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
     layers = paths[id(language.model.get_input_embeddings())], language.names.head
-    stored = [language.names.stored(f"{path}.weight", index) for path in layers]
+    stored = [language.names.find_stored_name(f"{path}.weight", index) for path in layers]
     if None in stored or stored[0] == stored[1]:
         return False
     first, second = (str(name) for name in stored)
@@ -433,13 +439,13 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
 class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
-    ``transposed``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
+    ``transposed_tensors``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
     that is stored in addition to the embedding. ``stacks``: experts', by the adapted layer's path.
     """
 
     index: TensorIndex
     names: TensorNames
-    transposed: frozenset[str]
+    transposed_tensors: frozenset[str]
     copied_head: str | None
     stacks: Mapping[str, AdaptedTensor]
 
@@ -451,18 +457,20 @@ def find_model_file_layout(directory: Path, index: TensorIndex) -> ModelFileLayo
     language = make_language_model(read_config(directory), directory, torch.float32, index)
     names, modules = language.names, language.model.named_modules()
     index = language.index or index
-    transposed = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
-    head = names.stored(f"{names.head}.weight", index) if language.is_tied else None
+    transposed_tensors = [
+        names.find_stored_name(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)
+    ]
+    head = names.find_stored_name(f"{names.head}.weight", index) if language.is_tied else None
     embedding = language.model.get_input_embeddings()
     (path,) = (n for n, m in language.model.named_modules() if m is embedding)
-    if head == names.stored(f"{path}.weight", index, tied=True):
+    if head == names.find_stored_name(f"{path}.weight", index, is_tied=True):
         head = None
     stacks = {
         names.whole_model_name(layer): replace(
-            one, tensor=names.stored(one.tensor, index) or one.tensor
+            one, tensor=names.find_stored_name(one.tensor, index) or one.tensor
         )
         for layer, one in map_adapter_layers_to_stacks(language.model).items()
     }
     return ModelFileLayout(
-        index, names, frozenset(name for name in transposed if name), head, stacks
+        index, names, frozenset(name for name in transposed_tensors if name), head, stacks
     )

@@ -145,7 +145,7 @@ def use_faster_layers(
     The new layers take fewer passes and keep fewer activations. ``copies``: from an engine that
     reports changes of adapters. ``shares_inputs``: see ``use_lora_linear``.
     """
-    mask_reason = "" if module.within_documents else "its attention needs it"
+    mask_reason = "" if module.uses_document_attention else "its attention needs it"
     kernels = choose_model_kernels(module.config, dtype, compiled, device, mask_reason)
     use_float8_matmuls(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
@@ -158,6 +158,6 @@ def use_faster_layers(
         use_swiglu(blocks)
     if kernels.norm != "transformers":
         use_rms_norm(blocks, uses_torch=kernels.norm == "F.rms_norm")
-    module.within_documents = kernels.attention != "mask"
-    module.has_kernel = kernels.attention == "varlen"
+    module.uses_document_attention = kernels.attention != "mask"
+    module.has_varlen_kernel = kernels.attention == "varlen"
     module.kernel_has_windows = kernels.window == "varlen"

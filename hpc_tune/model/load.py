@@ -25,10 +25,10 @@ from hpc_tune.model.adapters import restore_layer_patterns
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.language import TensorNames, stored_tensors
-from hpc_tune.model.modules_to_save import SUFFIX, TrainableTokenRows
+from hpc_tune.model.modules_to_save import TOKEN_DELTA_SUFFIX, TrainableTokenRows
 from hpc_tune.model.quantized_base import find_packed_weights
 from hpc_tune.model.rotary import fix_rotary_frequencies
-from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,
@@ -70,15 +70,17 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     file, saved = directory / ADAPTER_FILE, _read_adapter_config(directory)
     fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     model: Any = built.module.model
-    wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
+    expected_fields = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
-        wanted[key] = restore_layer_patterns(wanted[key])
-        fields[key] = _expand_patterns_to_paths(restore_layer_patterns(fields[key]), wanted[key])
-    problems = _compare_expert_ranks(fields, wanted, built.tune)
+        expected_fields[key] = restore_layer_patterns(expected_fields[key])
+        fields[key] = _expand_patterns_to_paths(
+            restore_layer_patterns(fields[key]), expected_fields[key]
+        )
+    problems = _compare_expert_ranks(fields, expected_fields, built.tune)
     problems += [
-        f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
+        f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {expected_fields[key]}"
         for key in _FIELDS
-        if fields[key] != wanted[key]
+        if fields[key] != expected_fields[key]
     ]
     if (kind := saved.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type is {kind} there, and only LORA is supported here")
@@ -106,11 +108,11 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     problems += [
         f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "
         "model: it is of another base"
-        for name in (others if fields["r"] == wanted["r"] else [])[:1]
+        for name in (others if fields["r"] == expected_fields["r"] else [])[:1]
     ]
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
-    return replace(built, start=index)
+    return replace(built, init_index=index)
 
 
 def _read_adapter_config(directory: Path) -> dict[str, Any]:
@@ -139,19 +141,21 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
     In a checkpoint the optimizer state is renamed as well.
     """
 
-    def in_whole(name: str) -> str:
+    def add_whole_model_path(name: str) -> str:
         part, prefix, own = name.partition(ADAPTER_PREFIX)
-        if prefix and not own.startswith(f"{names.in_whole}."):
+        if prefix and not own.startswith(f"{names.whole_decoder}."):
             return part + prefix + names.whole_model_name(own)
         return name
 
-    return index.with_names(in_whole)
+    return index.with_names(add_whole_model_path)
 
 
-def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
+def _refuse_unstacked_experts(
+    directory: Path, index: TensorIndex, known_names: Iterable[str]
+) -> None:
     """Refuse an adapter with a pair of tensors per expert, the form for vLLM and transformers 4."""
     names = (name for name in index.shapes if re.search(r"\.experts\.\d+\.", name))
-    if (first := next(names, None)) is not None and first not in {*known}:
+    if (first := next(names, None)) is not None and first not in {*known_names}:
         raise ConfigError(
             f"tune.init_from={directory}: it has {first}: a pair of tensors per expert. Expected "
             "peft's form, all experts of a layer in one pair: the folder export/adapter of a run, "
@@ -160,9 +164,9 @@ def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterab
 
 
 def _compare_expert_ranks(
-    fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig
+    fields: dict[str, Any], expected_fields: dict[str, Any], tune: TuneConfig
 ) -> list[str]:
-    """Return how experts' ranks and alphas differ from ``wanted``; remove them from both patterns.
+    """Return how experts' ranks and alphas differ from ``expected_fields``; remove them from both patterns.
 
     peft's own adapters have a pattern for experts only if their rank differs from the others.
     """
@@ -175,8 +179,11 @@ def _compare_expert_ranks(
         ),
     ):
         others = restore_layer_patterns(getattr(tune, key))
-        experts = [path for path in wanted[key] if path not in others]
-        pairs = [(fields[key].pop(path, fields[every]), wanted[key].pop(path)) for path in experts]
+        experts = [path for path in expected_fields[key] if path not in others]
+        pairs = [
+            (fields[key].pop(path, fields[every]), expected_fields[key].pop(path))
+            for path in experts
+        ]
         problems += [said.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
     return problems
 
@@ -190,12 +197,18 @@ def _expand_patterns_to_paths(patterns: Any, paths: Iterable[str]) -> Any:
     return found
 
 
-def _compare_trainable_tokens(there: Any, here: list[int]) -> list[str]:
+def _compare_trainable_tokens(saved_tokens: Any, tune_tokens: list[int]) -> list[str]:
     """Return problems if an adapter's rows are for other tokens, or in another order."""
-    (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
-    if there == here:
+    (saved_tokens,) = (
+        saved_tokens.values()
+        if isinstance(saved_tokens, dict) and len(saved_tokens) == 1
+        else (saved_tokens,)
+    )
+    if saved_tokens == tune_tokens:
         return []
-    return [f"trainable_token_indices is {there} there, and tune.trainable_tokens means {here}"]
+    return [
+        f"trainable_token_indices is {saved_tokens} there, and tune.trainable_tokens means {tune_tokens}"
+    ]
 
 
 # -- Allocating a model and filling in its values.
@@ -205,7 +218,7 @@ def allocate(
     module: nn.Module,
     device: torch.device,
     offloads: bool = False,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> None:
     """Give every parameter and buffer uninitialized memory on ``device``; tied weights stay tied.
 
@@ -213,9 +226,9 @@ def allocate(
     GPU; ``reserve`` is called before pinned memory is allocated.
     """
     owners = find_owners(module)
-    pinned = _allocate_pinned_parts(module, reserve) if offloads and device.type == "cuda" else {}
+    pinned = _allocate_pinned_shards(module, reserve) if offloads and device.type == "cuda" else {}
 
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
+    def allocate_empty(tensor: torch.Tensor) -> torch.Tensor:
         offloaded = offloads and isinstance(tensor, DTensor)
         out = torch.empty_like(tensor, device=torch.device("cpu") if offloaded else device)
         if tensor in pinned:
@@ -223,13 +236,15 @@ def allocate(
             out._local_tensor = pinned[tensor]
         return out
 
-    module._apply(empty)
+    module._apply(allocate_empty)
     for (first, first_name), *others in owners.values():
         for owner, name in others:
             owner._parameters[name] = first._parameters[first_name]
 
 
-def _allocate_pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, torch.Tensor]:
+def _allocate_pinned_shards(
+    module: nn.Module, reserve: ReserveFunction
+) -> dict[torch.Tensor, torch.Tensor]:
     """Return pinned memory for this rank's part of each sharded parameter, in shared blocks.
 
     FSDP2 would pin tensors one by one. A part that is shorter than those of other ranks is left to
@@ -238,18 +253,18 @@ def _allocate_pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Te
     parts = {
         parameter: parameter.to_local()
         for parameter in module.parameters()
-        if isinstance(parameter, DTensor) and not _has_short_part(parameter)
+        if isinstance(parameter, DTensor) and not _is_uneven_shard(parameter)
     }
     reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
     return dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
 
-def _has_short_part(sharded: DTensor) -> bool:
+def _is_uneven_shard(tensor: DTensor) -> bool:
     """Return whether this rank's part is shorter than the first rank's."""
-    mesh, local = sharded.device_mesh, sharded.to_local()
+    mesh, local = tensor.device_mesh, tensor.to_local()
     return any(
-        local.shape[placement.dim] < -(-sharded.shape[placement.dim] // mesh.size(axis))
-        for axis, placement in enumerate(sharded.placements)
+        local.shape[placement.dim] < -(-tensor.shape[placement.dim] // mesh.size(axis))
+        for axis, placement in enumerate(tensor.placements)
         if isinstance(placement, Shard)
     )
 
@@ -265,7 +280,7 @@ def find_owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, s
 
 
 def load_weights(
-    built: BuiltModel, reserve: Reserve = reserve_nothing, parameters: bool = True
+    built: BuiltModel, reserve: ReserveFunction = reserve_nothing, parameters: bool = True
 ) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with initial values.
 
@@ -290,7 +305,7 @@ def load_weights(
             continue
         for number, region in enumerate(built.regions(name, parameter)):
             found = built.locate_initial_values(name)
-            if found is None or found[0] is built.start:
+            if found is None or found[0] is built.init_index:
                 _init_adapter(built, name, region, reserve)
                 continue
             _, stored = found
@@ -308,7 +323,7 @@ def load_weights(
             part.fill_ids()
     if built.seq_len is not None:
         fix_rotary_frequencies(built.module, built.seq_len)
-    if built.tune.method == "dora" and parameters and built.start is None:
+    if built.tune.method == "dora" and parameters and built.init_index is None:
         _init_magnitudes(built.module, sharded=False)
 
 
@@ -341,11 +356,13 @@ def load_trained_parameters(built: BuiltModel, checkpoint: Path) -> None:
                 index.fill(region.local, saved, region.offset)
 
 
-def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Reserve) -> None:
-    if built.start is not None:
+def _init_adapter(
+    built: BuiltModel, name: str, region: LocalRegion, reserve: ReserveFunction
+) -> None:
+    if built.init_index is not None:
         if region.local.numel():
-            built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
-            built.start.require_finite(region.local, built.saved_names[name], region.offset)
+            built.init_index.fill(region.local, built.saved_names[name], region.offset, reserve)
+            built.init_index.require_finite(region.local, built.saved_names[name], region.offset)
         return
     full = make_initial_values(built, name, region.full_shape)
     region.local.copy_(full[region.box.slices()])
@@ -353,10 +370,10 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
 
 def make_initial_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the initial values of an adapter, or of trained embedding rows (the base's rows)."""
-    if not name.endswith(SUFFIX):
+    if not name.endswith(TOKEN_DELTA_SUFFIX):
         return init_lora_values(name, shape, built.seed)
     rows_KD = torch.empty(shape, dtype=torch.float32)
-    stored = built.base_names[f"{name.removesuffix(SUFFIX)}.weight"]
+    stored = built.base_names[f"{name.removesuffix(TOKEN_DELTA_SUFFIX)}.weight"]
     for row_1D, number in zip(rows_KD.split(1), built.tokens, strict=True):
         built.index.fill(row_1D, stored, (number, 0))
     return rows_KD
@@ -418,7 +435,7 @@ def _find_unfilled_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def init_sharded_magnitudes(built: BuiltModel) -> None:
     """Initialize DoRA's magnitudes of sharded weights. Collective."""
-    if built.tune.method == "dora" and built.start is None:
+    if built.tune.method == "dora" and built.init_index is None:
         _init_magnitudes(built.module, sharded=True)
 
 

@@ -42,24 +42,27 @@ class LoraGroup:
         self.a_SI: torch.Tensor | None = None
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
-        self._waiting: dict[int, torch.Tensor] = {}
-        self._num_shared = self._num_unshared = 0  # calls since ``decide_sharing``
+        self._pending_outputs: dict[int, torch.Tensor] = {}
+        self._num_shared_calls = self._num_unshared_calls = 0  # calls since ``decide_sharing``
         self._shares_input = True
 
-    def linear_output(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of layer ``number``; the first call with an input computes them all."""
+    def linear_output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of layer ``index``; the first call with an input computes them all."""
         if not self._shares_input:
-            return _compute_outputs(self.layers[number : number + 1], x, None)[0]
+            return _compute_outputs(self.layers[index : index + 1], x, None)[0]
         if len(self.layers) == 1:
             return _compute_outputs(self.layers, x, self)[0]
-        is_computed = self._input is x and number in self._waiting
+        is_computed = self._input is x and index in self._pending_outputs
         if not torch.compiler.is_compiling():
-            self._num_shared += is_computed
-            self._num_unshared += bool(self._waiting) and not is_computed
+            self._num_shared_calls += is_computed
+            self._num_unshared_calls += bool(self._pending_outputs) and not is_computed
         if not is_computed:
-            self._input, self._waiting = x, dict(enumerate(_compute_outputs(self.layers, x, self)))
-        out_NO = self._waiting.pop(number)
-        if not self._waiting:
+            self._input, self._pending_outputs = (
+                x,
+                dict(enumerate(_compute_outputs(self.layers, x, self))),
+            )
+        out_NO = self._pending_outputs.pop(index)
+        if not self._pending_outputs:
             self._input = None
         return out_NO
 
@@ -68,13 +71,13 @@ class LoraGroup:
 
         To be called between steps: recomputation must do the same as the first pass.
         """
-        self._shares_input &= self._num_unshared <= self._num_shared
-        self._num_shared = self._num_unshared = 0
+        self._shares_input &= self._num_unshared_calls <= self._num_shared_calls
+        self._num_shared_calls = self._num_unshared_calls = 0
         self.forget()
 
     def forget(self) -> None:
         """Drop results that no layer has taken, for example after an interrupted pass."""
-        self._input, self._waiting = None, {}
+        self._input, self._pending_outputs = None, {}
 
 
 def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) -> list[LoraGroup]:
@@ -91,8 +94,8 @@ def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) ->
             _group_by_input(layers) if shares_inputs else [[one] for one in layers.values()]
         ):
             groups.append(group := LoraGroup(members))
-            for number, layer in enumerate(members):
-                layer.lora_group, layer.lora_number = group, number
+            for index, layer in enumerate(members):
+                layer.lora_group, layer.lora_index = group, index
                 layer.forward = types.MethodType(_lora_forward, layer)
     return groups
 
@@ -131,14 +134,14 @@ def _group_by_input(layers: dict[str, Any]) -> list[list[Any]]:
     return [*groups, *([layer] for layer in rest.values())]
 
 
-def _can_share_input(layer: Any, first: Any) -> bool:
+def _can_share_input(layer: Any, first_layer: Any) -> bool:
     return (
         layer is not None
         and _has_matrix_base(layer)
-        and layer.base_layer.in_features == first.base_layer.in_features
+        and layer.base_layer.in_features == first_layer.base_layer.in_features
         and isinstance(layer.lora_dropout["default"], nn.Identity)
         and not layer._forward_pre_hooks
-        and matmul_dtype(layer) == matmul_dtype(first)
+        and matmul_dtype(layer) == matmul_dtype(first_layer)
     )
 
 
@@ -173,7 +176,7 @@ def _lora_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     out = (
         _dora_forward(self, given)
         if is_dora(self)
-        else self.lora_group.linear_output(self.lora_number, given)
+        else self.lora_group.linear_output(self.lora_index, given)
     )
     # Not in the autograd function: its views may not be changed in place, as OLMo (clip_qkv) does.
     return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
@@ -195,7 +198,7 @@ def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         norms_O = adapted_row_norms(layer)
     x_after_dropout = layer.lora_dropout["default"](x)
     if x_after_dropout is x:
-        direction_NO = layer.lora_group.linear_output(layer.lora_number, x)
+        direction_NO = layer.lora_group.linear_output(layer.lora_index, x)
         return cast(
             torch.Tensor, _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, base.bias)
         )
@@ -213,7 +216,7 @@ def adapted_row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torc
     """
     weight_OI, a_RI = base_weight(layer), adapter_weight(layer, "A")
     if squares_O is None:
-        squares_O = row_squared_norms(weight_OI)
+        squares_O = squared_row_norms(weight_OI)
     scaled_OR = adapter_scale(layer) * adapter_weight(layer, "B").to(squares_O.dtype)
     cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(squares_O.dtype)
     gram_RR = (a_RI @ a_RI.t()).to(squares_O.dtype)
@@ -222,7 +225,7 @@ def adapted_row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torc
 
 
 @torch.no_grad()
-def row_squared_norms(weight_OI: torch.Tensor) -> torch.Tensor:
+def squared_row_norms(weight_OI: torch.Tensor) -> torch.Tensor:
     """Return the squared norm of each row, in fp32 or a more exact dtype."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype).square_()
@@ -242,15 +245,28 @@ def _compute_outputs(
     bs_OR: Sequence[Any] = [None] * len(layers)
     if group is not None and group.a_SI is not None and group.a_SI.dtype == x.dtype:
         a_SI, bs_OR = group.a_SI, group.bs_OR
-    flat: list[Any] = []
+    layer_tensors: list[Any] = []
     for layer, b_OR in zip(layers, bs_OR, strict=True):
         base = layer.base_layer
         bias = None if is_dora(layer) or base.bias is None else base.bias.to(x.dtype)
-        flat += [base.weight, bias, adapter_weight(layer, "A"), adapter_weight(layer, "B"), b_OR]
-    packed = tuple(layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers)
+        layer_tensors += [
+            base.weight,
+            bias,
+            adapter_weight(layer, "A"),
+            adapter_weight(layer, "B"),
+            b_OR,
+        ]
+    packed_base = tuple(
+        layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers
+    )
     scales = tuple(map(adapter_scale, layers))
     outs = _LoraLinearsFunction.apply(
-        x, None if x_after_dropout is x else x_after_dropout, packed, scales, a_SI, *flat
+        x,
+        None if x_after_dropout is x else x_after_dropout,
+        packed_base,
+        scales,
+        a_SI,
+        *layer_tensors,
     )
     return [outs] if isinstance(outs, torch.Tensor) else cast("tuple[torch.Tensor, ...]", outs)
 
@@ -263,16 +279,16 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
-def _unpack_weight(packed: Any, weight: torch.Tensor) -> torch.Tensor:
-    return weight if packed is None else packed.unpack(weight)
+def _unpack_weight(packed_base: Any, weight: torch.Tensor) -> torch.Tensor:
+    return weight if packed_base is None else packed_base.unpack(weight)
 
 
-def _multiplies_float8(packed: Sequence[Any]) -> bool:
-    return all(getattr(layer, "multiplies_float8", False) for layer in packed)
+def _multiplies_float8(packed_base: Sequence[Any]) -> bool:
+    return all(getattr(layer, "multiplies_float8", False) for layer in packed_base)
 
 
 def _input_gradient(
-    packed: Sequence[Any],
+    packed_base: Sequence[Any],
     weights: Sequence[torch.Tensor],
     grads_NO: Sequence[torch.Tensor],
     adapter_factors: tuple[torch.Tensor, torch.Tensor] | None,
@@ -282,11 +298,11 @@ def _input_gradient(
     The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
     that they add to costs nothing.
     """
-    in_float8 = _multiplies_float8(packed)
+    in_float8 = _multiplies_float8(packed_base)
     grad_x: torch.Tensor | None = None
     if adapter_factors is not None and not in_float8:
         grad_x = torch.mm(*adapter_factors)
-    for layer, weight, grad_NO in zip(packed, weights, grads_NO, strict=True):
+    for layer, weight, grad_NO in zip(packed_base, weights, grads_NO, strict=True):
         if in_float8:
             grad_NI = layer.input_gradient(grad_NO, weight)
             grad_x = grad_NI if grad_x is None else grad_x.add_(grad_NI)
@@ -311,7 +327,7 @@ def _cast_adapters(
 class _LoraLinearsFunction(torch.autograd.Function):
     """Computes the outputs of layers for one input; gradients reach the input and each A and B.
 
-    ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed`` has the base of
+    ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed_base`` has the base of
     each layer whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies
     are kept, else None. For each layer follow weight, bias, A, B, and the scaled B in that dtype if
     copies are kept, else None.
@@ -322,13 +338,13 @@ class _LoraLinearsFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         x_after_dropout: torch.Tensor | None,
-        packed: tuple[Any, ...],
+        packed_base: tuple[Any, ...],
         scales: tuple[float, ...],
         a_SI: torch.Tensor | None,
-        *flat: Any,
+        *layer_tensors: Any,
     ) -> Any:
-        weights, biases, a_s, b_s = (flat[i::5] for i in range(4))
-        bs_OR: Sequence[torch.Tensor] = flat[4::5]
+        weights, biases, a_s, b_s = (layer_tensors[i::5] for i in range(4))
+        bs_OR: Sequence[torch.Tensor] = layer_tensors[4::5]
         x_NI = x.flatten(0, -2)
         left_NI = x_NI if x_after_dropout is None else x_after_dropout.flatten(0, -2)
         ctx.is_kept = a_SI is not None
@@ -338,19 +354,19 @@ class _LoraLinearsFunction(torch.autograd.Function):
         low_NS = left_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
-        rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed) else None
+        rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed_base) else None
         outs = []
         for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
             b_RO, bias = bs_OR[i].t(), biases[i]
             if rows is not None:
-                base_NO = packed[i].linear_output(rows, weights[i], bias)
+                base_NO = packed_base[i].linear_output(rows, weights[i], bias)
                 outs.append(add(base_NO, low_NR, b_RO))
                 continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
-            outs.append(add(adapter_NO, x_NI, _unpack_weight(packed[i], weights[i]).t()))
+            outs.append(add(adapter_NO, x_NI, _unpack_weight(packed_base[i], weights[i]).t()))
         dropped = () if x_after_dropout is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
-        ctx.packed, ctx.scales, ctx.shape = packed, scales, x.shape
+        ctx.packed_base, ctx.scales, ctx.shape = packed_base, scales, x.shape
         ctx.drops = x_after_dropout is not None
         return tuple(outs) if len(outs) > 1 else outs[0]
 
@@ -374,7 +390,9 @@ class _LoraLinearsFunction(torch.autograd.Function):
         grad_x = grad_left = None
         if ctx.needs_input_grad[0]:
             adapter_factors = None if ctx.drops else (grad_NS, a_SI)
-            grad_x = _input_gradient(ctx.packed, weights, grads_NO, adapter_factors).view(ctx.shape)
+            grad_x = _input_gradient(ctx.packed_base, weights, grads_NO, adapter_factors).view(
+                ctx.shape
+            )
         if ctx.needs_input_grad[1]:
             grad_left = (grad_NS @ a_SI).view(ctx.shape)
         return grad_x, grad_left, None, None, None, *of_layers
@@ -456,9 +474,9 @@ class AdapterCopies:
     """
 
     def __init__(self) -> None:
-        self._all: list[LoraGroup] = []
+        self._all_groups: list[LoraGroup] = []
         self._groups: list[LoraGroup] = []  # those that are copied
-        self._version, self._copied = 0, -1
+        self._version, self._copied_version = 0, -1
 
     @property
     def version(self) -> int:
@@ -470,10 +488,10 @@ class AdapterCopies:
 
         Adapters that already have the dtype of the matmuls are not copied.
         """
-        self._all += groups
+        self._all_groups += groups
         self._groups = [
             g
-            for g in self._all
+            for g in self._all_groups
             if matmul_dtype(g.layers[0]) != adapter_weight(g.layers[0], "A").dtype
         ]
         for block in blocks:
@@ -488,19 +506,19 @@ class AdapterCopies:
 
     def forget_results(self) -> None:
         """Drop results that an interrupted pass has left."""
-        for group in self._all:
+        for group in self._all_groups:
             group.forget()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy all adapters if they have changed; to be called before the passes of a step."""
-        for group in self._all:
+        for group in self._all_groups:
             group.decide_sharing()
-        if self._copied == self._version or not self._groups:
+        if self._copied_version == self._version or not self._groups:
             return
-        if self._copied < 0:
+        if self._copied_version < 0:
             self._allocate_copies()
-        self._copied = self._version
+        self._copied_version = self._version
         layers = [layer for group in self._groups for layer in group.layers]
         a_views = [
             view
@@ -538,17 +556,17 @@ class DoraRowNorms:
 
     def __init__(self, layer: Any, copies: AdapterCopies) -> None:
         self._layer, self._copies = layer, copies
-        self._of_version = -1
+        self._norms_version = -1
         self._squares_O: torch.Tensor | None = None
         layer.row_norms_O = None
 
     def update(self) -> None:
         """Recompute the norms if adapters have changed; the base's weight must be gathered."""
-        if self._of_version == self._copies.version:
+        if self._norms_version == self._copies.version:
             return
         if self._squares_O is None:
-            self._squares_O = row_squared_norms(base_weight(self._layer))
-        self._of_version = self._copies.version
+            self._squares_O = squared_row_norms(base_weight(self._layer))
+        self._norms_version = self._copies.version
         norms_O = adapted_row_norms(self._layer, self._squares_O)
         if self._layer.row_norms_O is None:
             self._layer.row_norms_O = norms_O

@@ -25,14 +25,14 @@ from hpc_tune.model.balance import RouterWatch, real_token_mask
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import make_documents
-from hpc_tune.model.shared_rows import SharedRows, cut_documents
+from hpc_tune.model.shared_rows import SharedRows, shard_documents
 from hpc_tune.model.varlen_attention import DocumentParts, make_document_starts
 
 # For a frozen head: bytes of logits per matmul, and of logits converted to fp32 at once. A CPU's
 # matmuls then rarely reread the weights, and the steps after them stay in cache; a GPU needs many
 # rows to be busy.
 LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
-TRAINED_LOGITS_BYTES = 512 << 20
+TRAINED_HEAD_LOGITS_BYTES = 512 << 20
 MIN_CHUNK_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
 InPlaceExponentials = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -66,7 +66,7 @@ def write_exponentials(
         logits_SV.copy_(exp_SV)
 
 
-def write_exponentials_fusible(
+def write_fusible_exponentials(
     logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
 ) -> None:
     """Do the same as ``write_exponentials`` in operations that a compiler fuses into one kernel."""
@@ -95,17 +95,19 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sums of its objective.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one. ``within_documents``: attention may run document by document. On a GPU,
-    ``has_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in layers with a
+    peft model around one. ``uses_document_attention``: attention may run document by document. On a GPU,
+    ``has_varlen_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in layers with a
     sliding window. ``share``: how ranks share rows, if they do: batches then hold only this rank's
     tokens.
     """
 
-    def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: Any, uses_document_attention: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.config = config
-        self.within_documents, self.has_kernel = within_documents, False
+        self.uses_document_attention, self.has_varlen_kernel = uses_document_attention, False
         self.kernel_has_windows = True
         self.is_first_stage = self.is_last_stage = True
         self.token_loss: TokenLoss = plain_losses
@@ -140,9 +142,9 @@ class LossModel(nn.Module):
         )
         count_first_pass: AbstractContextManager[None] = nullcontext()
         if self.watch is not None and self.training:
-            of_batch = replace(of_batch, real_BT=real_token_mask(batch, self.share))
+            of_batch = replace(of_batch, is_real_BT=real_token_mask(batch, self.share))
             count_first_pass = self.watch.count_first_pass()
-        with batch_context.using(of_batch), count_first_pass:
+        with batch_context.use_batch(of_batch), count_first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
                 input_ids=batch.tokens_BT if self.is_first_stage else None,
                 inputs_embeds=None if self.is_first_stage else hidden_BTD,
@@ -182,28 +184,28 @@ class LossModel(nn.Module):
             shared = MicroBatch(batch.rows, share=self.share, whole_row_starts=starts)
             if self.share.part.is_head_tail:
                 shared = replace(
-                    shared, document_parts_by_rank=self._cut_documents_by_rank(batch, self.share)
+                    shared, document_parts_by_rank=self._split_documents_by_rank(batch, self.share)
                 )
-            if self.has_kernel:
+            if self.has_varlen_kernel:
                 return replace(shared, starts=starts)
-            if self.within_documents and positions_BT.device.type == "cpu":
+            if self.uses_document_attention and positions_BT.device.type == "cpu":
                 return replace(shared, documents=make_documents(lengths))
             return shared
-        if self.has_kernel and lengths:  # reading positions would wait for the device
+        if self.has_varlen_kernel and lengths:  # reading positions would wait for the device
             starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)
-        if self.within_documents and positions_BT.device.type == "cpu":
+        if self.uses_document_attention and positions_BT.device.type == "cpu":
             return MicroBatch(
                 batch.rows, make_documents(lengths or read_document_lengths(positions_BT))
             )
         return MicroBatch(batch.rows)
 
-    def _cut_documents_by_rank(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
+    def _split_documents_by_rank(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
         found = {}
         for rank in share.ranks:
-            parts = cut_documents(batch.document_lengths, replace(share.part, rank=rank))
-            if self.has_kernel:
-                found[rank] = DocumentParts.on_device(parts, batch.positions_BT.device)
+            parts = shard_documents(batch.document_lengths, replace(share.part, rank=rank))
+            if self.has_varlen_kernel:
+                found[rank] = DocumentParts.from_parts(parts, batch.positions_BT.device)
             else:
                 found[rank] = DocumentParts(parts)
         return found
@@ -294,7 +296,7 @@ def token_losses(
         return frozen
     if token_loss is plain_losses:
         token_loss = functools.partial(plain_losses, kernels=kernels)
-    chunk = max(MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
+    chunk = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
     parts = (slice(start, start + chunk) for start in range(0, num_tokens, chunk))

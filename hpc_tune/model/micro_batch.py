@@ -1,6 +1,6 @@
 """The current micro-batch, for layers that transformers calls without passing it.
 
-    LossModel.forward   with batch_context.using(MicroBatch(...)):
+    LossModel.forward   with batch_context.use_batch(MicroBatch(...)):
     a layer in it       batch_context.batch
 
 This is the models' only module-level state. It is global, not per thread, because the backward
@@ -26,7 +26,7 @@ class MicroBatch:
     ``rows``: the indices of its rows in the global stream, from which dropout derives its masks.
     ``documents`` cover all rows; attention stays within each. ``starts``: where documents begin, on
     a GPU. With neither, transformers' masks separate documents. ``positions_BT`` restart at 0 with
-    each document. ``real_BT``: which tokens are not padding, if routers are watched.
+    each document. ``is_real_BT``: which tokens are not padding, if routers are watched.
     ``recompute_cache``: what layers compute in the first pass and need again when recomputed, keyed
     by its owner; None if nothing may be kept. If ranks share rows, ``share`` (``SharedRows``) says
     how, and ``whole_row_starts`` (``DocumentStarts``) where their documents begin; ``documents``
@@ -39,7 +39,7 @@ class MicroBatch:
     documents: Sequence[Document] = ()
     starts: DocumentStarts | None = None
     positions_BT: torch.Tensor | None = None
-    real_BT: torch.Tensor | None = None
+    is_real_BT: torch.Tensor | None = None
     share: Any = None
     whole_row_starts: Any = None
     document_parts_by_rank: Mapping[int, DocumentParts] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class CurrentBatch:
         self.batch = MicroBatch()
 
     @contextmanager
-    def using(self, batch: MicroBatch) -> Iterator[None]:
+    def use_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Make ``batch`` the current one."""
         before, self.batch = self.batch, batch
         try:
@@ -66,7 +66,7 @@ class CurrentBatch:
         batch = self.batch
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
-            with self.using(batch):
+            with self.use_batch(batch):
                 return forward(*args, **kwargs)
 
         return recompute

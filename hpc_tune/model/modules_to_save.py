@@ -33,25 +33,25 @@ def make_modules_trainable(
             adapters.
     """
     for name in tune.modules_to_save:
-        found = [(path, part) for path, part in model.named_modules() if path.endswith(name)]
+        found = [(path, module) for path, module in model.named_modules() if path.endswith(name)]
         if not found:
             raise ConfigError(_explain_unknown_module(name, model))
-        for path, part in found:
-            _require_trainable(name, path, part, model, is_tied)
-            for parameter in part.parameters():
+        for path, module in found:
+            _require_trainable(name, path, module, model, is_tied)
+            for parameter in module.parameters():
                 parameter.requires_grad_(True)
                 parameter.data = parameter.data.to(trained_dtype)
             if trained_dtype != dtype:
-                _cast_outputs(part, dtype)
+                _cast_outputs(module, dtype)
 
 
 def _explain_unknown_module(name: str, model: Any) -> str:
     parts = {
         path.rpartition(".")[2]
-        for path, part in model.named_modules()
-        if isinstance(part, nn.Embedding)
-        or part is model.get_output_embeddings()
-        or _is_norm(path, part)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        or module is model.get_output_embeddings()
+        or _is_norm(path, module)
     }
     near = difflib.get_close_matches(name, sorted(parts), n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
@@ -61,37 +61,37 @@ def _explain_unknown_module(name: str, model: Any) -> str:
     )
 
 
-def _require_trainable(name: str, path: str, part: Any, model: Any, is_tied: bool) -> None:
+def _require_trainable(name: str, path: str, module: Any, model: Any, is_tied: bool) -> None:
     head = model.get_output_embeddings()
     said = f"tune.modules_to_save: {name}"
-    if hasattr(part, "lora_A"):
+    if hasattr(module, "lora_A"):
         raise ConfigError(f"{said} is {path}, which has an adapter by tune.targets; keep one")
-    if is_tied and (part is head or part is model.get_input_embeddings()):
+    if is_tied and (module is head or module is model.get_input_embeddings()):
         raise ConfigError(
             f"{said} is {path}, and the output head of this model is its embedding: peft would "
             "train a copy of one and leave the other unchanged; use tune.method=full"
         )
-    is_head = part is head and type(part) is nn.Linear
-    if not (is_head or isinstance(part, nn.Embedding) or _is_norm(path, part)):
+    is_head = module is head and type(module) is nn.Linear
+    if not (is_head or isinstance(module, nn.Embedding) or _is_norm(path, module)):
         raise ConfigError(
-            f"{said} is {path}, a {type(part).__name__}; only embeddings, the output head and "
+            f"{said} is {path}, a {type(module).__name__}; only embeddings, the output head and "
             "norms can be trained alongside adapters: put linear layers into tune.targets, or use "
             "tune.method=full"
         )
 
 
-def _is_norm(path: str, part: nn.Module) -> bool:
+def _is_norm(path: str, module: nn.Module) -> bool:
     """Whether a module holds nothing but vectors of its own (Cohere's: one vector per head)."""
-    own = [(f"{path}.{name}", p) for name, p in part.named_parameters(recurse=False)]
-    return bool(own) and not list(part.children()) and all(is_vector(*one) for one in own)
+    own = [(f"{path}.{name}", p) for name, p in module.named_parameters(recurse=False)]
+    return bool(own) and not list(module.children()) and all(is_vector(*one) for one in own)
 
 
-def _cast_outputs(part: nn.Module, dtype: torch.dtype) -> None:
+def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Make a module whose weights have another dtype return results in ``dtype``."""
-    if type(part) is nn.Linear:  # its matmul then runs in the dtype of its input
-        part.__dict__["forward"] = types.MethodType(_cast_linear, part)
+    if type(module) is nn.Linear:  # its matmul then runs in the dtype of its input
+        module.__dict__["forward"] = types.MethodType(_cast_linear, module)
     else:
-        part.register_forward_hook(lambda _module, _inputs, out: out.to(dtype))
+        module.register_forward_hook(lambda _module, _inputs, out: out.to(dtype))
 
 
 def _cast_linear(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _cast_linear(self: Any, x: torch.Tensor) -> torch.Tensor:
 # Shapes: B rows, T tokens, D hidden, K trained tokens, V vocabulary.
 
 
-SUFFIX = ".token_adapter.trainable_tokens_delta"
+TOKEN_DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
 
 
 class TrainableTokenRows(nn.Module):

@@ -78,15 +78,15 @@ class AnswerLogProbabilities:
 class PreferenceSums:
     """Statistics of the pairs of a step, summed over all of them.
 
-    ``loss``: the pairs' losses. ``right``: how many pairs have the higher reward on the chosen
+    ``loss``: the pairs' losses. ``num_right``: how many pairs have the higher reward on the chosen
     answer, or how many labeled answers have a reward on their side of the mean KL divergence. Then
     rewards and log-probabilities of chosen (desirable) and rejected (undesirable) answers, and the
-    numbers of answers and tokens that they are sums over. ``moved``: absolute differences between
+    numbers of answers and tokens that they are sums over. ``log_prob_change``: absolute differences between
     the answers' log-probabilities and the reference's; ``reference``: the latter's absolute values.
     """
 
     loss: float
-    right: float
+    num_right: float
     chosen_reward: float
     rejected_reward: float
     chosen_log_prob: float
@@ -95,7 +95,7 @@ class PreferenceSums:
     num_rejected: float
     chosen_tokens: float
     rejected_tokens: float
-    moved: float
+    log_prob_change: float
     reference: float
 
     def metrics(self, num_pairs: int) -> dict[str, float]:
@@ -104,7 +104,7 @@ class PreferenceSums:
         ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
         may all be of one kind; then the margin and the other kind's log-probability are left out.
         """
-        found = {"accuracy": self.right / max(1, num_pairs)}
+        found = {"accuracy": self.num_right / max(1, num_pairs)}
         if self.num_chosen and self.num_rejected:
             chosen = self.chosen_reward / self.num_chosen
             found["margin"] = chosen - self.rejected_reward / self.num_rejected
@@ -120,7 +120,7 @@ def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
 
     Rounding errors would otherwise put half of the answers on the right side.
     """
-    none = {"right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
+    none = {"num_right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
     return astuple(replace(PreferenceSums(*sums), **none))
 
 
@@ -225,7 +225,7 @@ class Preference:
         """
         above_P = self.beta * (log_ratios_P - pairs.kl)
         return torch.where(
-            pairs.desirable_P,
+            pairs.is_desirable_P,
             self.desirable_weight * torch.sigmoid(-above_P),
             self.undesirable_weight * torch.sigmoid(above_P),
         )
@@ -239,7 +239,7 @@ class Preference:
         """Return all sums except the loss."""
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
-            is_chosen_P = pairs.desirable_P
+            is_chosen_P = pairs.is_desirable_P
             above_P = rewards_P2[:, 0] - self.beta * pairs.kl
             is_right_P = torch.where(is_chosen_P, above_P > 0, above_P < 0)
             # Each answer counts only in the column of its own side.

@@ -94,16 +94,16 @@ def _patch_packed_sequence_search() -> None:
     """
     from transformers import masking_utils
 
-    theirs = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if theirs is None or hasattr(theirs, "asks_host"):
+    original_function = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if original_function is None or hasattr(original_function, "asks_host"):
         return
 
-    @functools.wraps(theirs)
+    @functools.wraps(original_function)
     def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
         if batch_context.batch.share is not None:
             return None
         if (starts := batch_context.batch.starts) is None:
-            found: torch.Tensor | None = theirs(position_ids)
+            found: torch.Tensor | None = original_function(position_ids)
             return found
         return starts.document_ids_BT() if starts.is_packed else None
 
@@ -118,18 +118,18 @@ def _patch_mask_functions(model: Any) -> None:
     """
     code = sys.modules[type(model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
-        theirs = getattr(code, name, None)
-        if theirs is not None and not hasattr(theirs, "knows_positions"):
-            setattr(code, name, _wrap_with_positions(theirs))
+        original_function = getattr(code, name, None)
+        if original_function is not None and not hasattr(original_function, "knows_positions"):
+            setattr(code, name, _wrap_with_positions(original_function))
 
 
-def _wrap_with_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
+def _wrap_with_positions(original_function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original_function)
     def make_mask_with_positions(*args: Any, **options: Any) -> Any:
         known = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
         if not args and options.get("position_ids") is None and not any(known):
             options["position_ids"] = batch_context.batch.positions_BT
-        return theirs(*args, **options)
+        return original_function(*args, **options)
 
     make_mask_with_positions.knows_positions = True  # type: ignore[attr-defined]
     return make_mask_with_positions
@@ -145,7 +145,7 @@ def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
         if window is None:
             return None
-        if starts is not None and starts.supports_windows and _is_sliding(options):
+        if starts is not None and starts.supports_windows and _is_sliding_window(options):
             return varlen_attention.encode_window(window, starts.starts_N.device)
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
@@ -161,7 +161,7 @@ def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
     """
     window = options.get("local_size")
     is_own = options.get("use_vmap") or options.get("attention_mask") is not None
-    if is_own or (window is not None and not _is_sliding(options)):
+    if is_own or (window is not None and not _is_sliding_window(options)):
         raise ConfigError("a layer has a mask that is neither plainly causal nor a sliding window")
     if window is None:
         return None
@@ -170,7 +170,7 @@ def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
     )
 
 
-def _is_sliding(options: dict[str, Any]) -> bool:
+def _is_sliding_window(options: dict[str, Any]) -> bool:
     """Whether a mask is a causal sliding window, neither chunked nor bidirectional."""
     window = getattr(options.get("config"), "sliding_window", None)
     return options["local_size"] == window and "allow_is_bidirectional_skip" not in options
@@ -193,8 +193,8 @@ def _attend(
     call = _SharedRowsAttention(module, window, dropout, scaling, options)
     share = batch_context.batch.share
     attend = call.attend_own_queries if share.part.is_head_tail else call.attend_own_heads
-    own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
-    return share.attend(attend, *own), None
+    rank_part = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
+    return share.attend(attend, *rank_part), None
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,11 @@ class _SharedRowsAttention:
         """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
         heads, groups = query_BHTD.shape[1], key_BKTD.shape[1]
-        own = RankHeadsView(self.module, rank, batch.share.part.size, heads, groups)
-        options = {name: own.cut_to_rank(value) for name, value in self.options.items()}
+        rank_part = RankHeadsView(self.module, rank, batch.share.part.size, heads, groups)
+        options = {name: rank_part.shard_to_rank(value) for name, value in self.options.items()}
         if batch.share.uses_eager:
             return self._attend_eagerly(
-                own, options, inputs, batch.whole_row_starts.mask_B1TT(window)
+                rank_part, options, inputs, batch.whole_row_starts.mask_B1TT(window)
             )
         mask = None
         if batch.starts is not None and (window is None or batch.starts.supports_windows):
@@ -225,47 +225,55 @@ class _SharedRowsAttention:
                 mask = varlen_attention.encode_window(window, query_BHTD.device)
         elif window is not None or not batch.documents:
             mask = batch.whole_row_starts.mask_B1TT(window)
-        return _attend_rows(own, *inputs, mask, self.dropout, self.scaling, **options)[0]
+        return _attend_rows(rank_part, *inputs, mask, self.dropout, self.scaling, **options)[0]
 
     def attend_own_queries(
         self, rank: int, query_BHSD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
-        share, own = batch.share, batch.document_parts_by_rank[rank]
+        share, rank_part = batch.share, batch.document_parts_by_rank[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        if batch.starts is not None and share.kernel_takes_parts and not share.uses_eager:
+        if batch.starts is not None and share.kernel_supports_parts and not share.uses_eager:
             query, key, value = _pad_heads(*inputs)
             takes_window = window is None or batch.starts.supports_windows
             if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
-                out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
+                out_BSHD = varlen_attention.attend_parts(
+                    query, key, value, rank_part, scale, window
+                )
                 return _unpad_heads(out_BSHD, value_BKTD)
         elif batch.documents and window is None and not (self.dropout or share.uses_eager):
             query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
-            key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
-            out = tiled_attention(query, key, value, own.spans, scale, own.num_earlier_keys)
+            key, value = rank_part.take_keys(key_BKTD), rank_part.take_keys(value_BKTD)
+            out = tiled_attention(
+                query, key, value, rank_part.spans, scale, rank_part.num_earlier_keys
+            )
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
         places_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
-        places_S = replace(share.part, rank=rank).cut_to_rank(places_T, 0)
-        mask_B1ST = batch.whole_row_starts.mask_B1ST(places_S, window)
+        positions_S = replace(share.part, rank=rank).shard_to_rank(places_T, 0)
+        mask_B1ST = batch.whole_row_starts.mask_B1ST(positions_S, window)
         if share.uses_eager:
             return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)
         how = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
-        return _attend_by_mask(self.module, *inputs, mask_B1ST, **how)[0]
+        return _attend_with_mask(self.module, *inputs, mask_B1ST, **how)[0]
 
     def _attend_eagerly(
-        self, own: Any, options: dict[str, Any], inputs: Sequence[torch.Tensor], mask: torch.Tensor
+        self,
+        rank_part: Any,
+        options: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+        mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Call the family's own attention function; ``own`` is the module or its cut to a rank."""
+        """Call the family's own attention function; ``rank_part`` is the module or its cut to a rank."""
         family = sys.modules[type(self.module).__module__].eager_attention_forward
         hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
         added = torch.where(mask, hidden.new_zeros(()), hidden)
         how = {"dropout": self.dropout, "scaling": self.scaling, **options}
-        out: torch.Tensor = family(own, *inputs, added, **how)[0]
+        out: torch.Tensor = family(rank_part, *inputs, added, **how)[0]
         return out
 
 
-def _attend_by_mask(*inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
+def _attend_with_mask(*inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(*inputs, **options)
@@ -296,7 +304,7 @@ def _attend_rows(
         attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not batch_context.batch.documents:
         how = {"dropout": dropout, "scaling": scaling, **options}
-        return _attend_by_mask(module, *inputs, attention_mask, **how)
+        return _attend_with_mask(module, *inputs, attention_mask, **how)
     if dropout:  # tiled attention has no dropout
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []

@@ -22,13 +22,13 @@ from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.experts import find_expert_modules
 from hpc_tune.model.float8 import Float8Linear, Float8Stack
 from hpc_tune.model.grouped_experts import (
-    is_groupable_experts,
+    can_group_experts,
     packing_name,
     stack_names,
     use_grouped_experts,
 )
 from hpc_tune.model.layers import find_blocks, find_unquantized_layers
-from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 
 # -- The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantization, by bitsandbytes.
@@ -41,8 +41,8 @@ from hpc_tune.model.weights import TensorIndex
 # is quantized by itself and its scales follow its codes, so a rank needs only its own experts.
 
 
-BLOCK = 64  # values that share a scale
-SCALES_BLOCK = 256  # scales that share a scale of their own
+BLOCK_SIZE = 64  # values that share a scale
+SCALES_BLOCK_SIZE = 256  # scales that share a scale of their own
 _SCALE_NAMES = ("scales", "scales_of_scales", "scales_mean", "scales_code")
 _MAX_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
 
@@ -61,10 +61,10 @@ class FourBitLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = dtype
-        num_scales = -(-self.num_values // BLOCK)
+        num_scales = -(-self.num_values // BLOCK_SIZE)
         sizes = {
             "scales": num_scales,
-            "scales_of_scales": 4 * -(-num_scales // SCALES_BLOCK),
+            "scales_of_scales": 4 * -(-num_scales // SCALES_BLOCK_SIZE),
             "scales_mean": 4,
             "scales_code": 4 * 256,
         }
@@ -87,7 +87,7 @@ class FourBitLinear(nn.Linear):
 
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
-        if self.weight.device.type == "cpu" and self.in_features % BLOCK:
+        if self.weight.device.type == "cpu" and self.in_features % BLOCK_SIZE:
             out: torch.Tensor = _FourBitMatmul.apply(self, given, self.weight)
             out = out if bias is None else out + bias
         else:
@@ -105,22 +105,22 @@ class FourBitLinear(nn.Linear):
         """
         from bitsandbytes.functional import dequantize_4bit
 
-        rows = 1 if self.num_values % BLOCK else self.num_values // BLOCK
+        rows = 1 if self.num_values % BLOCK_SIZE else self.num_values // BLOCK_SIZE
         state = self._quant_state((rows, self.num_values // rows))
         return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
 
     @torch.no_grad()
     def fill(
         self,
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
         stored_name: str,
-        reserve: Reserve = reserve_nothing,
+        reserve: ReserveFunction = reserve_nothing,
     ) -> None:
         """Read, quantize and pack the weight ``stored_name``.
 
-        ``local`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
+        ``local_tensor`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
         since the scales depend on all of them.
 
         Raises:
@@ -128,11 +128,13 @@ class FourBitLinear(nn.Linear):
         """
         start, scales = offset[0], []
         matrix = _StoredMatrix(index, stored_name, self.out_features, self.in_features)
-        for at, packed, absmax in matrix.quantize_pieces(self.compute_dtype, local.device, reserve):
+        for at, packed, absmax in matrix.quantize_pieces(
+            self.compute_dtype, local_tensor.device, reserve
+        ):
             scales.append(absmax)
-            begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
+            begin, end = max(at, start), min(at + packed.shape[0], start + local_tensor.shape[0])
             if begin < end:
-                local[begin - start : end - start].copy_(packed[begin - at : end - at])
+                local_tensor[begin - start : end - start].copy_(packed[begin - at : end - at])
         values = _quantize_scales(torch.cat(scales))
         for name, value in zip(_SCALE_NAMES, values, strict=True):
             self.get_buffer(name).copy_(value)
@@ -144,13 +146,13 @@ class FourBitLinear(nn.Linear):
         return QuantState(
             absmax=scales["scales"],
             shape=torch.Size(shape),
-            blocksize=BLOCK,
+            blocksize=BLOCK_SIZE,
             quant_type="nf4",
             dtype=self.compute_dtype,
             offset=scales["scales_mean"].view(torch.float32)[0],
             state2=QuantState(
                 absmax=scales["scales_of_scales"].view(torch.float32),
-                blocksize=SCALES_BLOCK,
+                blocksize=SCALES_BLOCK_SIZE,
                 code=scales["scales_code"].view(torch.float32),
                 dtype=torch.float32,
             ),
@@ -185,9 +187,9 @@ class FourBitStack(nn.Module):
         """Take the shape and device of ``stack``; compute in ``dtype``."""
         super().__init__()
         self.shape, self.compute_dtype = stack.shape, dtype
-        self.num_scales = -(-stack[0].numel() // BLOCK)
-        more = -(-self.num_scales // SCALES_BLOCK)
-        self.part_bytes = (self.num_scales * BLOCK // 2, self.num_scales, 4 * more, 4)
+        self.num_scales = -(-stack[0].numel() // BLOCK_SIZE)
+        more = -(-self.num_scales // SCALES_BLOCK_SIZE)
+        self.part_bytes = (self.num_scales * BLOCK_SIZE // 2, self.num_scales, 4 * more, 4)
         code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
         self.register_buffer("scales_code", code, persistent=False)
 
@@ -215,16 +217,16 @@ class FourBitStack(nn.Module):
         )
         code = self.get_buffer("scales_code").view(torch.float32)
         scales_EB = code[scales.int()]
-        more_EB = _view_as_fp32(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
+        more_EB = _view_as_fp32(more).repeat_interleave(SCALES_BLOCK_SIZE, 1)[:, : self.num_scales]
         scales_EB = scales_EB.mul_(more_EB).add_(_view_as_fp32(mean))
-        step = max(1, _MAX_KERNEL_VALUES // (self.num_scales * BLOCK))
+        step = max(1, _MAX_KERNEL_VALUES // (self.num_scales * BLOCK_SIZE))
         experts = [
             dequantize_4bit(
                 some_EN.reshape(-1, 1),
                 QuantState(
                     scales_EB[first : first + step].flatten(),
-                    shape=torch.Size((len(some_EN), self.num_scales * BLOCK)),
-                    blocksize=BLOCK,
+                    shape=torch.Size((len(some_EN), self.num_scales * BLOCK_SIZE)),
+                    blocksize=BLOCK_SIZE,
                     quant_type="nf4",
                     dtype=self.compute_dtype,
                 ),
@@ -237,26 +239,26 @@ class FourBitStack(nn.Module):
     @torch.no_grad()
     def fill(
         self,
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         offset: tuple[int, ...],
         index: TensorIndex | ShapeIndex,
         stored_name: str,
-        reserve: Reserve = reserve_nothing,
+        reserve: ReserveFunction = reserve_nothing,
     ) -> None:
         """Read, quantize and pack the stack ``stored_name``.
 
-        ``local`` are the packed bytes of this rank's experts, from ``offset`` on.
+        ``local_tensor`` are the packed bytes of this rank's experts, from ``offset`` on.
 
         Raises:
             DataError: as ``FourBitLinear.fill`` does.
         """
-        for i in range(len(local)):
+        for i in range(len(local_tensor)):
             matrix = _StoredMatrix(
                 index, stored_name, self.shape[1], self.shape[2], (offset[0] + i,)
             )
-            row, scales = local[i, 0].zero_(), []
+            row, scales = local_tensor[i, 0].zero_(), []
             for at, packed, absmax in matrix.quantize_pieces(
-                self.compute_dtype, local.device, reserve
+                self.compute_dtype, local_tensor.device, reserve
             ):
                 scales.append(absmax)
                 row[at : at + len(packed)].copy_(packed.flatten())
@@ -266,7 +268,7 @@ class FourBitStack(nn.Module):
                 row[at : at + len(values)].copy_(values)
                 at += len(values)
         # The table is the same for any scales.
-        *_, code = _quantize_scales(torch.ones(1, device=local.device))
+        *_, code = _quantize_scales(torch.ones(1, device=local_tensor.device))
         self.get_buffer("scales_code").copy_(code)
 
 
@@ -301,7 +303,7 @@ class _StoredMatrix:
     stack_index: tuple[int, ...] = ()
 
     def quantize_pieces(
-        self, dtype: torch.dtype, device: torch.device, reserve: Reserve
+        self, dtype: torch.dtype, device: torch.device, reserve: ReserveFunction
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Read about ``PIECE_BYTES`` at a time; yield a piece's place, its packed codes and scales.
 
@@ -313,14 +315,14 @@ class _StoredMatrix:
         from bitsandbytes.functional import quantize_4bit
 
         # Pieces end at the ends of blocks.
-        unit = BLOCK // math.gcd(BLOCK, self.width)
+        unit = BLOCK_SIZE // math.gcd(BLOCK_SIZE, self.width)
         step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
         for first in range(0, self.rows, step):
             shape = (*(1 for _ in self.stack_index), min(step, self.rows - first), self.width)
             piece, at = torch.empty(shape, dtype=dtype), (*self.stack_index, first, 0)
             self.index.fill(piece, self.stored_name, at, reserve)
             self.index.require_finite(piece, self.stored_name, at)
-            packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK, quant_type="nf4")
+            packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK_SIZE, quant_type="nf4")
             yield first * self.width // 2, packed, state.absmax
 
 
@@ -329,7 +331,7 @@ def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     from bitsandbytes.functional import quantize_blockwise
 
     mean = scales.mean()
-    codes, state = quantize_blockwise(scales - mean, blocksize=SCALES_BLOCK)
+    codes, state = quantize_blockwise(scales - mean, blocksize=SCALES_BLOCK_SIZE)
     found = (codes, state.absmax, mean.reshape(1), state.code)
     return tuple(values.contiguous().view(torch.uint8) for values in found)
 
@@ -364,7 +366,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     # Some families (Jamba) read a layer's weight directly, unless the config says, as for models
     # that transformers has quantized, that the weight is not a plain matrix.
     model.config._is_quantized = True
-    for experts in filter(is_groupable_experts, blocks.modules()):
+    for experts in filter(can_group_experts, blocks.modules()):
         for name in stack_names(experts):
             values = experts.get_parameter(name)
             stack = FourBitStack(values, dtype) if in_4_bits else Float8Stack(values, dtype)

@@ -25,7 +25,7 @@ from hpc_tune.model.weights import DTYPE_NAMES, FULL_SHAPES_KEY, NAMES_KEY, OFFS
 
 SYNC_BYTES = 256 << 20  # so that progress follows a file system that is slower than memory
 _LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
-_OFFSET = ctypes.c_int64
+_OFFSET_TYPE = ctypes.c_int64
 _SYNC_BEGIN, _SYNC_BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
 
 
@@ -66,7 +66,7 @@ class Region:
     stored_name: str = ""
 
     @classmethod
-    def whole(
+    def cover_tensor(
         cls,
         name: str,
         dtype: torch.dtype,
@@ -74,7 +74,7 @@ class Region:
         values: Callable[[], torch.Tensor],
     ) -> "Region":
         """Return a region that is a whole tensor."""
-        return cls(name, dtype, Box.whole(shape), shape, values)
+        return cls(name, dtype, Box.cover_tensor(shape), shape, values)
 
     @property
     def key(self) -> str:
@@ -94,12 +94,12 @@ def write_regions(
     file: Path,
     regions: Sequence[Region],
     read: Callable[[Region], Iterable[torch.Tensor]] = read_pieces,
-    when_written: Callable[[], None] = lambda: None,
+    notify_written: Callable[[], None] = lambda: None,
 ) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
     ``read`` yields the values of a region in flat pieces. Each is copied to host memory if it is
-    not there, and hashed while it is written; then ``when_written`` is called. A piece is no longer
+    not there, and hashed while it is written; then ``notify_written`` is called. A piece is no longer
     used once ``read`` is asked for the next one.
 
     Raises:
@@ -117,7 +117,7 @@ def write_regions(
                 if position - num_syncing >= SYNC_BYTES:
                     _write_back(out.fileno(), num_synced, num_syncing, position)
                     num_synced, num_syncing = num_syncing, position
-                when_written()
+                notify_written()
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
@@ -131,7 +131,7 @@ class _Hash:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self._blocks: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
-        self._hashed = threading.Semaphore(0)
+        self._hashed_semaphore = threading.Semaphore(0)
 
     def __enter__(self) -> "_Hash":
         threading.Thread(target=self._run, name="checkpoint-hash", daemon=True).start()
@@ -145,7 +145,7 @@ class _Hash:
 
     def wait_until_hashed(self) -> None:
         """Wait until the block is hashed and its reference dropped."""
-        self._hashed.acquire()
+        self._hashed_semaphore.acquire()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -154,7 +154,7 @@ class _Hash:
         while (block := self._blocks.get()) is not None:
             self._digest.update(block)
             del block
-            self._hashed.release()
+            self._hashed_semaphore.release()
 
 
 def _write_back(descriptor: int, synced_end: int, syncing_end: int, position: int) -> None:
@@ -168,7 +168,7 @@ def _write_back(descriptor: int, synced_end: int, syncing_end: int, position: in
     ):
         if start == end:  # the kernel would take a length of 0 as "to the end of the file"
             continue
-        if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):
+        if _LIBC.sync_file_range(descriptor, _OFFSET_TYPE(start), _OFFSET_TYPE(end - start), flags):
             number = ctypes.get_errno()
             if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # such as for a pipe
                 raise OSError(number, os.strerror(number))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.rope import KINDS, ORIGINAL, SCALING_KEYS, format_rope_scaling
+from hpc_tune.config.rope import ORIGINAL_LENGTH_KEY, ROPE_TYPES, SCALING_KEYS, format_rope_scaling
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.config_json import value_shared_by_layers
 
@@ -24,8 +24,10 @@ _FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its o
 # Their max_position_embeddings is the unscaled length.
 _KINDS_WITH_UNSCALED_LENGTH = ("linear", "dynamic")
 _MAX_POSITIONS_KEY = "max_position_embeddings"
-_ATTENTION_SCALE = "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL
-_UNSCALED = "default"  # to transformers: frequencies that never change
+_ATTENTION_SCALE = (
+    "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL_LENGTH_KEY
+)
+_DEFAULT_ROPE_TYPE = "default"  # to transformers: frequencies that never change
 
 
 def apply_rope_scaling(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
@@ -38,7 +40,10 @@ def apply_rope_scaling(config: Any, content: Mapping[str, Any], scaling: Mapping
     before = _rotary_parameters(config)
     if not before:
         raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
-    if (own := before.get("rope_type", _UNSCALED)) not in (_UNSCALED, *KINDS):
+    if (own := before.get("rope_type", _DEFAULT_ROPE_TYPE)) not in (
+        _DEFAULT_ROPE_TYPE,
+        *ROPE_TYPES,
+    ):
         raise ConfigError(
             f"{said}: a {kind} model has {own} rotary positions, which any scaling would replace; "
             "leave model.rope_scaling out"
@@ -66,49 +71,62 @@ def apply_rope_scaling_to_json(
     The form is kept: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
     ``scaling`` may come from ``length_independent_scaling``.
     """
-    text = config.get_text_config()
-    inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    text_config = config.get_text_config()
+    inside = [name for name in config.sub_configs if getattr(config, name, None) is text_config]
     name = next((name for name in inside if isinstance(content.get(name), dict)), None)
     part = dict(content if name is None else content[name])
     if isinstance(whole := part.get("rope_parameters"), dict):
-        old = whole.get(_FULL_ATTENTION, whole)
-        new = _replace_scaling(old, scaling)
-        part["rope_parameters"] = new if old is whole else {**whole, _FULL_ATTENTION: new}
+        old_parameters = whole.get(_FULL_ATTENTION, whole)
+        new = _replace_scaling(old_parameters, scaling)
+        part["rope_parameters"] = (
+            new if old_parameters is whole else {**whole, _FULL_ATTENTION: new}
+        )
     else:
         new = _replace_scaling(part.get("rope_scaling") or {}, scaling)
         part["rope_scaling"] = {k: v for k, v in new.items() if k != "rope_theta"}
     if "rope_theta" in scaling and ("rope_theta" in part or "rope_scaling" in part):
         part["rope_theta"] = scaling["rope_theta"]
-    if ORIGINAL in scaling and hasattr(text, ORIGINAL):  # Phi-3 reads it from there
-        part[ORIGINAL] = scaling[ORIGINAL]
-    if (positions := _scaled_positions(text, _rotary_parameters(config), scaling)) is not None:
+    if ORIGINAL_LENGTH_KEY in scaling and hasattr(
+        text_config, ORIGINAL_LENGTH_KEY
+    ):  # Phi-3 reads it from there
+        part[ORIGINAL_LENGTH_KEY] = scaling[ORIGINAL_LENGTH_KEY]
+    if (
+        positions := _scaled_positions(text_config, _rotary_parameters(config), scaling)
+    ) is not None:
         part[_MAX_POSITIONS_KEY] = positions
     return part if name is None else {**content, name: part}
 
 
-def _replace_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with ``scaling``, and those of ``old`` that belong to no scaling."""
-    kept = {key: value for key, value in old.items() if key not in SCALING_KEYS}
-    if _ATTENTION_SCALE in old and ORIGINAL in old:
-        kept[ORIGINAL] = old[ORIGINAL]
+def _replace_scaling(
+    old_parameters: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return rotary parameters with ``scaling``, and those of ``old_parameters`` that belong to no scaling."""
+    kept = {key: value for key, value in old_parameters.items() if key not in SCALING_KEYS}
+    if _ATTENTION_SCALE in old_parameters and ORIGINAL_LENGTH_KEY in old_parameters:
+        kept[ORIGINAL_LENGTH_KEY] = old_parameters[ORIGINAL_LENGTH_KEY]
     return kept | {key: value for key, value in scaling.items() if key != _MAX_POSITIONS_KEY}
 
 
-def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+def _scaled_positions(
+    text_config: Any, old_parameters: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> int | None:
     """Return max_position_embeddings of a scaled model, or None if it does not change.
 
     The factor of Llama 3's scaling is not a ratio of lengths: both 8 and 32 (Llama 3.1 and 3.2)
     turn 8192 positions into 131072.
     """
-    if _MAX_POSITIONS_KEY in scaling or not {ORIGINAL, "factor"} <= scaling.keys():
+    if _MAX_POSITIONS_KEY in scaling or not {ORIGINAL_LENGTH_KEY, "factor"} <= scaling.keys():
         return scaling.get(_MAX_POSITIONS_KEY)
-    if all(old.get(key) == scaling[key] for key in ("rope_type", "factor", ORIGINAL)):
+    if all(
+        old_parameters.get(key) == scaling[key]
+        for key in ("rope_type", "factor", ORIGINAL_LENGTH_KEY)
+    ):
         return None
-    positions = int(scaling[ORIGINAL] * scaling["factor"])
+    positions = int(scaling[ORIGINAL_LENGTH_KEY] * scaling["factor"])
     if scaling["rope_type"] != "llama3":
         return positions
-    is_more = positions > getattr(text, _MAX_POSITIONS_KEY, 0)
-    return positions if is_more and old.get("rope_type") != "llama3" else None
+    is_more = positions > getattr(text_config, _MAX_POSITIONS_KEY, 0)
+    return positions if is_more and old_parameters.get("rope_type") != "llama3" else None
 
 
 def length_independent_scaling(
@@ -120,20 +138,24 @@ def length_independent_scaling(
     transformers would use others for shorter texts. ``config`` is transformers' config without the
     scaling. The result may also have max_position_embeddings.
     """
-    text, kind = config.get_text_config(), scaling["rope_type"]
-    if kind == "longrope" and num_tokens > scaling[ORIGINAL]:
+    text_config, kind = config.get_text_config(), scaling["rope_type"]
+    if kind == "longrope" and num_tokens > scaling[ORIGINAL_LENGTH_KEY]:
         return {**scaling, "short_factor": scaling["long_factor"]}
     if kind != "dynamic":
         return dict(scaling)
-    parameters, trained = _rotary_parameters(config) | dict(scaling), text.max_position_embeddings
+    parameters, trained = (
+        _rotary_parameters(config) | dict(scaling),
+        text_config.max_position_embeddings,
+    )
     head_dim = (
-        value_shared_by_layers(text, "head_dim") or text.hidden_size // text.num_attention_heads
+        value_shared_by_layers(text_config, "head_dim")
+        or text_config.hidden_size // text_config.num_attention_heads
     )
     dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     positions, factor = max(num_tokens, trained), scaling["factor"]
     stretch = (factor * positions / trained - (factor - 1)) ** (dim / (dim - 2))
     return {
-        "rope_type": _UNSCALED,
+        "rope_type": _DEFAULT_ROPE_TYPE,
         "rope_theta": parameters["rope_theta"] * stretch,
         _MAX_POSITIONS_KEY: positions,
     }
@@ -199,6 +221,6 @@ def fix_rotary_frequencies(module: nn.Module, seq_len: int) -> None:
             last_BT = torch.tensor([[seq_len - 1]], device=device)
             options = {} if layer is None else {"layer_type": layer}
             rotary(torch.zeros((), device=device), last_BT, **options)
-            by_layer[layer] = _UNSCALED
+            by_layer[layer] = _DEFAULT_ROPE_TYPE
         if isinstance(kinds, str) and by_layer[None] != kinds:
             rotary.rope_type = by_layer[None]

@@ -2,7 +2,7 @@
 
 If C divides the number of heads, ranks exchange heads (DeepSpeed-Ulysses, arXiv:2309.14509):
 
-    a row of T tokens -> cut_batch_to_rank -> S = T / C tokens on each of C ranks, in order
+    a row of T tokens -> shard_batch_to_rank -> S = T / C tokens on each of C ranks, in order
     attention: the own tokens of all heads -> all-to-all -> all tokens of H / C heads
                -> the usual attention of whole rows, within the same documents
                -> all-to-all -> the own tokens of all heads
@@ -39,7 +39,7 @@ RankAttention = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RowPart:
+class RowShard:
     """Which tokens of each row the ``rank``-th of ``size`` ranks has.
 
     One slice, or two with ``is_head_tail``: one as far from the start as the other is from the end.
@@ -63,7 +63,7 @@ class RowPart:
             numbers.append(self.num_slices - 1 - self.rank)
         return [slice(number * width, (number + 1) * width) for number in numbers]
 
-    def cut_to_rank(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def shard_to_rank(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of a tensor that has all tokens of the rows along ``dim``."""
         own = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
         return own[0] if len(own) == 1 else torch.cat(own, dim)
@@ -73,13 +73,13 @@ class SharedRows(Protocol):
     """How the ranks that share rows work together.
 
     ``part``: this rank's part of the rows. ``uses_eager``: attention is the family's own function,
-    with a mask. ``kernel_takes_parts``: the GPU kernel accepts parts of documents. ``ranks``: the
+    with a mask. ``kernel_supports_parts``: the GPU kernel accepts parts of documents. ``ranks``: the
     ranks whose attention is computed here.
     """
 
-    part: RowPart
+    part: RowShard
     uses_eager: bool
-    kernel_takes_parts: bool
+    kernel_supports_parts: bool
     ranks: Sequence[int]
 
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
@@ -111,11 +111,11 @@ class RankShare:
     """One rank's share of the rows, which communicates with the ranks that hold the rest."""
 
     def __init__(
-        self, part: RowPart, collectives: RowCollectives, kernel_takes_parts: bool = True
+        self, part: RowShard, collectives: RowCollectives, kernel_supports_parts: bool = True
     ) -> None:
         self.part, self._collectives = part, collectives
         self.ranks: Sequence[int] = (part.rank,)
-        self.uses_eager, self.kernel_takes_parts = False, kernel_takes_parts
+        self.uses_eager, self.kernel_supports_parts = False, kernel_supports_parts
 
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
@@ -245,9 +245,9 @@ class RankHeadsView:
         self.num_key_value_groups = heads // groups
 
     def __getattr__(self, name: str) -> Any:
-        return self.cut_to_rank(getattr(self._module, name))
+        return self.shard_to_rank(getattr(self._module, name))
 
-    def cut_to_rank(self, value: Any) -> Any:
+    def shard_to_rank(self, value: Any) -> Any:
         """Return this rank's part of a parameter with one value per head; else ``value``."""
         whole = (self._size * self._heads,)
         if not isinstance(value, torch.nn.Parameter) or value.shape != whole:
@@ -258,7 +258,7 @@ class RankHeadsView:
 # -- A rank's part of a micro-batch.
 
 
-def cut_batch_to_rank(batch: Batch, part: RowPart) -> Batch:
+def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     """Return a batch with a rank's tokens of each row of ``batch``.
 
     Rows are padded to a multiple of the number of slices. Labels and positions are cut as they are:
@@ -281,23 +281,23 @@ def cut_batch_to_rank(batch: Batch, part: RowPart) -> Batch:
     loss_tokens = _find_own_loss_tokens(batch, slices, part)
     return replace(
         batch,
-        tokens_BT=part.cut_to_rank(F.pad(batch.tokens_BT, (0, more))).contiguous(),
-        labels_BT=part.cut_to_rank(
+        tokens_BT=part.shard_to_rank(F.pad(batch.tokens_BT, (0, more))).contiguous(),
+        labels_BT=part.shard_to_rank(
             F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)
         ).contiguous(),
-        positions_BT=part.cut_to_rank(positions_BT).contiguous(),
-        num_loss_tokens=loss_tokens.num,
+        positions_BT=part.shard_to_rank(positions_BT).contiguous(),
+        num_loss_tokens=loss_tokens.count,
         num_tokens=sum(len(range(num_tokens - n)[own]) for n in padding for own in slices),
         document_lengths=lengths,
         padding=padding,
         pairs=batch.pairs
         and replace(batch.pairs, num_own_loss_tokens_P2=loss_tokens.num_loss_tokens_P2),
-        mismatched=batch.mismatched and cut_batch_to_rank(batch.mismatched, part),
+        mismatched=batch.mismatched and shard_batch_to_rank(batch.mismatched, part),
         weights_N=loss_tokens.weights_N,
     )
 
 
-def count_own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
+def count_own_tokens(batch: Batch, part: RowShard) -> tuple[int, int]:
     """Return how many tokens, padding included, and how many tokens with loss a part has."""
     if part.size == 1:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
@@ -311,18 +311,18 @@ def count_own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
 class _OwnLossTokens:
     """How many of a batch's tokens with loss a rank has, also per answer, and their weights."""
 
-    num: int
+    count: int
     num_loss_tokens_P2: torch.Tensor | None
     weights_N: torch.Tensor | None
 
 
-def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowPart) -> _OwnLossTokens:
+def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowShard) -> _OwnLossTokens:
     pairs, weights_N = batch.pairs, batch.weights_N
     if isinstance(batch.labels_BT, FakeTensor):  # a trace has no values: assume an even share
-        num = len(range(part.rank, batch.num_loss_tokens, part.size))
+        count = len(range(part.rank, batch.num_loss_tokens, part.size))
         num_loss_tokens_P2 = None if pairs is None else pairs.num_loss_tokens_P2 // part.size
         return _OwnLossTokens(
-            num, num_loss_tokens_P2, None if weights_N is None else weights_N[:num]
+            count, num_loss_tokens_P2, None if weights_N is None else weights_N[:count]
         )
     column_N = torch.nonzero(batch.labels_BT != IGNORED_LABEL)[:, 1]
     is_own_N = torch.zeros_like(column_N, dtype=torch.bool)
@@ -338,7 +338,7 @@ def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowPart) 
     return _OwnLossTokens(int(is_own_N.sum()), num_loss_tokens_P2, own_weights_N)
 
 
-def cut_documents(lengths: Sequence[Sequence[int]], part: RowPart) -> list[DocumentPart]:
+def shard_documents(lengths: Sequence[Sequence[int]], part: RowShard) -> list[DocumentPart]:
     """Return the parts of documents that a rank has, in the order of its tokens.
 
     ``lengths``: the lengths of each row's documents; the number of slices must divide their sum.

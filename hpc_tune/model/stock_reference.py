@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.model.config_json import value_shared_by_layers
-from hpc_tune.model.experts import CORRECTION_BIASES, num_chosen_experts
+from hpc_tune.model.experts import CORRECTION_BIASES, num_experts_per_token
 from hpc_tune.model.language import auto_model_class, language_config, read_config
 from hpc_tune.model.transformers_compat import (
     avoid_sdpa_with_capped_scores,
@@ -40,7 +40,9 @@ from hpc_tune.packages import fast_imports
 
 
 MAX_VOCABULARY = 512
-WINDOW = 16  # tokens that a layer sees or processes at once: fewer than a trial's documents have
+WINDOW_TOKENS = (
+    16  # tokens that a layer sees or processes at once: fewer than a trial's documents have
+)
 WIDTH_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 HEAD_DIVISORS = (1, 4)  # divisors of the number of heads: keep all of them if possible
 OTHER_DIVISORS = (8, 1)  # divisors for parts that do not process text; their values are never used
@@ -58,13 +60,25 @@ _HEAD_COUNT_FIELDS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|lin
 _HEAD_SIZE_FIELDS = re.compile(
     r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$"
 )
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
-OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts that do not process text
+LAYER_COUNT_FIELDS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "depth",
+)
+OTHER_LAYER_COUNT_FIELDS = (
+    *LAYER_COUNT_FIELDS,
+    "encoder_layers",
+)  # of parts that do not process text
 _WINDOW_FIELDS = {
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("window_size", "chunk_size", "mamba_chunk_size"), WINDOW),
-    **dict.fromkeys(("index_topk", "indexer_budget"), WINDOW),
-    **{"index_block_size": WINDOW // 4, "index_topk_blocks": 2},
+    **dict.fromkeys(
+        ("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW_TOKENS
+    ),
+    **dict.fromkeys(("window_size", "chunk_size", "mamba_chunk_size"), WINDOW_TOKENS),
+    **dict.fromkeys(("index_topk", "indexer_budget"), WINDOW_TOKENS),
+    **{"index_block_size": WINDOW_TOKENS // 4, "index_topk_blocks": 2},
 }
 _LAYER_KIND_FIELDS = (
     *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
@@ -88,14 +102,14 @@ def shrink_config(
         Exception: whatever the configuration's own class raises for inconsistent values.
     """
     fields: dict[str, Any] = config.to_dict()
-    old_layers = _first_number(fields, LAYERS)
+    old_layers = _find_first_int(fields, LAYER_COUNT_FIELDS)
     layers = None
     if old_layers and not keep_all_layers:
         layers = min(old_layers, _count_needed_layers(config, fields, old_layers))
     for name, value in list(fields.items()):
         if isinstance(value, bool):
             continue
-        if name in LAYERS and layers:
+        if name in LAYER_COUNT_FIELDS and layers:
             fields[name] = layers
         elif name == "attn_layer_indices" and isinstance(value, list) and layers:
             fields[name] = [index for index in value if index < layers]
@@ -198,8 +212,10 @@ def _divide_width(name: str, value: Any, factor: int, head_divisor: int) -> Any:
 
 
 def _shrink_to_one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
-    layers = _first_number(fields, OTHER_LAYERS)
-    small: dict[str, Any] = {n: 1 for n in OTHER_LAYERS if isinstance(fields.get(n), int)}
+    layers = _find_first_int(fields, OTHER_LAYER_COUNT_FIELDS)
+    small: dict[str, Any] = {
+        n: 1 for n in OTHER_LAYER_COUNT_FIELDS if isinstance(fields.get(n), int)
+    }
     for name, value in fields.items():
         if isinstance(value, list | tuple) and len(value) == layers:
             small[name] = list(value[:1])
@@ -247,7 +263,7 @@ def _count_needed_layers(config: Any, fields: dict[str, Any], layers: int) -> in
 def _count_needed_experts(config: Any) -> int:
     """Return how many experts leave tokens a choice, as a multiple of the number of groups."""
     groups = max(getattr(config, "n_group", None) or 1, 1)
-    experts = max(_MIN_EXPERTS, 2 * num_chosen_experts(config), 2 * groups)
+    experts = max(_MIN_EXPERTS, 2 * num_experts_per_token(config), 2 * groups)
     return experts + -experts % groups
 
 
@@ -268,18 +284,18 @@ def _shorten_rotary_factors(small: Any) -> None:
             part["mrope_section"] = _shorten_rotary_sections(sections, int(size * share) // 2)
 
 
-def _shorten_rotary_sections(sections: list[int], half: int) -> list[int]:
-    """Return sections that sum to ``half``: for time, height and width, or with time last.
+def _shorten_rotary_sections(sections: list[int], half_dim: int) -> list[int]:
+    """Return sections that sum to ``half_dim``: for time, height and width, or with time last.
 
     Height and width stay equal if they were.
     """
-    shares = [half * section // sum(sections) for section in sections]
+    shares = [half_dim * section // sum(sections) for section in sections]
     if sections[0] == sections[1]:
-        return [*shares[:-1], half - sum(shares[:-1])]
-    return [half - sum(shares[1:]), *shares[1:]]
+        return [*shares[:-1], half_dim - sum(shares[:-1])]
+    return [half_dim - sum(shares[1:]), *shares[1:]]
 
 
-def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def _find_first_int(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
     return next((fields[n] for n in names if isinstance(fields.get(n), int)), None)
 
 
@@ -301,25 +317,25 @@ _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
 _TIE_SHARE = 2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
 
 
-class ArchitectureNotCheckable(Exception):
+class UncheckableArchitecture(Exception):
     """No small model of this architecture can be made or trained; the text is the reason."""
 
 
 class TopKGapRecorder(TorchDispatchMode):
     """Records the smallest gap between a score that torch.topk chose and one that it left out.
 
-    ``nearest``: this gap, relative to the largest score.
+    ``smallest_gap``: this gap, relative to the largest score.
     """
 
     def __init__(self) -> None:
         """Record the choices made within this context."""
         super().__init__()
-        self.nearest = float("inf")
+        self.smallest_gap = float("inf")
 
     @property
     def is_tied(self) -> bool:
         """Whether rounding may have decided a choice: summing in another order could change it."""
-        return self.nearest < _TIE_SHARE
+        return self.smallest_gap < _TIE_SHARE
 
     def __torch_dispatch__(
         self,
@@ -329,14 +345,14 @@ class TopKGapRecorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` unchanged, and record the gap if it is a choice by torch.topk."""
-        if func is torch.ops.aten.topk.default and self._is_choice(*args[:3]):
+        if func is torch.ops.aten.topk.default and self._is_topk_choice(*args[:3]):
             scores, count = args[0].detach(), args[1]
             best = scores.topk(count + 1, dim=-1).values
             gaps = (best[..., -2] - best[..., -1]) / best[..., 0].abs()
-            self.nearest = min([self.nearest, *gaps[gaps.isfinite()].tolist()])
+            self.smallest_gap = min([self.smallest_gap, *gaps[gaps.isfinite()].tolist()])
         return func(*args, **(kwargs or {}))
 
-    def _is_choice(self, scores: torch.Tensor, count: int, dim: int = -1) -> bool:
+    def _is_topk_choice(self, scores: torch.Tensor, count: int, dim: int = -1) -> bool:
         is_last = dim in (-1, scores.dim() - 1)
         return scores.is_floating_point() and is_last and 0 < count < scores.shape[-1]
 
@@ -345,7 +361,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        ArchitectureNotCheckable: if transformers can make none, or none of at most ``MAX_VALUES``
+        UncheckableArchitecture: if transformers can make none, or none of at most ``MAX_VALUES``
         values.
     """
     with fast_imports():
@@ -355,7 +371,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     try:
         why, text = "", language_config(config, directory)
     except DataError as error:
-        raise ArchitectureNotCheckable(str(error).removeprefix(f"{directory}: ")) from None
+        raise UncheckableArchitecture(str(error).removeprefix(f"{directory}: ")) from None
     others = (1,) if text is config else OTHER_DIVISORS
     for sizes in itertools.product(HEAD_DIVISORS, (False, True), list_shrink_factors(text), others):
         head_divisor, keep_all_layers, factor, other_divisor = sizes
@@ -381,7 +397,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
             why = f"{type(error).__name__}: {first_line(error)}"
             continue
         return
-    raise ArchitectureNotCheckable(why)
+    raise UncheckableArchitecture(why)
 
 
 def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -399,7 +415,7 @@ def compute_stock_losses(
     The model is loaded by ``from_pretrained``, and computes the loss itself.
 
     Raises:
-        ArchitectureNotCheckable: if that fails.
+        UncheckableArchitecture: if that fails.
     """
     try:
         model = (
@@ -418,9 +434,7 @@ def compute_stock_losses(
             losses.append(total.item())
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ArchitectureNotCheckable(
-            f"transformers' own training step fails with {why}"
-        ) from None
+        raise UncheckableArchitecture(f"transformers' own training step fails with {why}") from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -433,7 +447,7 @@ def compute_reference_losses(
     and changes the loss, though nothing is wrong: then new values are drawn.
 
     Raises:
-        ArchitectureNotCheckable: as both do.
+        UncheckableArchitecture: as both do.
     """
     for seed in range(_MAX_DRAWS):
         write_small_model(config, directory, seed)

@@ -25,7 +25,9 @@ from safetensors import SafetensorError, safe_open
 from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is not faster
-Reserve = Callable[[int], None]  # called with the bytes of host memory about to be allocated
+ReserveFunction = Callable[
+    [int], None
+]  # called with the bytes of host memory about to be allocated
 
 
 def reserve_nothing(num_bytes: int) -> None:
@@ -43,7 +45,7 @@ class Box:
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
+    def cover_tensor(cls, shape: tuple[int, ...]) -> "Box":
         """Return the box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
@@ -86,8 +88,10 @@ class TensorSource(ABC):
     file: Path
 
     @abstractmethod
-    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """Read the region at ``offset`` with ``local``'s shape into ``local``, in its dtype.
+    def fill(
+        self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
+    ) -> None:
+        """Read the region at ``offset`` with ``local_tensor``'s shape into ``local_tensor``, in its dtype.
 
         The region must be within the tensor.
 
@@ -145,7 +149,9 @@ class PlainTensor(TensorSource):
     pieces: tuple[StoredBox, ...]
     files: TensorFiles = field(repr=False)
 
-    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+    def fill(
+        self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
+    ) -> None:
         """See ``TensorSource``; at most ``PIECE_BYTES`` of a file are in anonymous memory."""
         pieces = [piece for piece in self.pieces if piece.box.num_values]
         if len({piece.box.offset for piece in pieces}) < len(pieces):
@@ -154,11 +160,11 @@ class PlainTensor(TensorSource):
                 "values of others are missing: it was saved wrongly, and cannot be used; resume "
                 "from another checkpoint (checkpoint.resume=PATH)"
             )
-        wanted = Box(offset, tuple(local.shape))
-        covered = sum(self._copy_overlap(piece, local, wanted, reserve) for piece in pieces)
-        if covered != local.numel():
+        target = Box(offset, tuple(local_tensor.shape))
+        covered = sum(self._copy_overlap(piece, local_tensor, target, reserve) for piece in pieces)
+        if covered != local_tensor.numel():
             raise self.files.error(
-                f"{self.file.parent}: {self.name} has only {covered} of the {local.numel()} values "
+                f"{self.file.parent}: {self.name} has only {covered} of the {local_tensor.numel()} values "
                 "that this rank needs; a file is missing"
             )
 
@@ -178,31 +184,33 @@ class PlainTensor(TensorSource):
         return tensor
 
     def _copy_overlap(
-        self, piece: StoredBox, local: torch.Tensor, wanted: Box, reserve: Reserve
+        self, piece: StoredBox, local_tensor: torch.Tensor, target: Box, reserve: ReserveFunction
     ) -> int:
-        """Copy a piece's overlap with ``wanted`` into ``local``; return the number of values."""
-        if (found := piece.box.overlap(wanted)) is None:
+        """Copy a piece's overlap with ``target`` into ``local_tensor``; return the number of values."""
+        if (found := piece.box.overlap(target)) is None:
             return 0
         try:
             handle = self.files.open(piece.file)
             stored = handle.get_slice(piece.stored_name)
-            if local.dim() == 0:
-                local.copy_(handle.get_tensor(piece.stored_name))
+            if local_tensor.dim() == 0:
+                local_tensor.copy_(handle.get_tensor(piece.stored_name))
                 return 1
             for rows in _cut_into_row_pieces(found):
-                part = local[rows.slices(wanted.offset)]
-                reserve(2 * part.nbytes)  # pages of ``local`` first touched here, and the file's
+                part = local_tensor[rows.slices(target.offset)]
+                reserve(
+                    2 * part.nbytes
+                )  # pages of ``local_tensor`` first touched here, and the file's
                 part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
             raise self._read_error(piece, error) from None
         return found.num_values
 
     def _read_error(self, piece: StoredBox, error: Exception) -> HpcTuneError:
-        why = why_not_opened(piece.file)
+        why = explain_open_failure(piece.file)
         return self.files.error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
 
 
-def why_not_opened(file: Path) -> str | None:
+def explain_open_failure(file: Path) -> str | None:
     """Return why an existing file cannot be opened: safetensors would say that it is missing."""
     try:
         with file.open("rb"):
@@ -229,7 +237,7 @@ def _cut_into_row_pieces(box: Box) -> Iterator[Box]:
 # section 3.3).
 
 
-_ROWS_AT_ONCE = 128  # rows multiplied by their scales at once, in fp32
+_ROWS_PER_CHUNK = 128  # rows multiplied by their scales at once, in fp32
 
 
 @dataclass(frozen=True)
@@ -241,14 +249,18 @@ class ScaledTensor(TensorSource):
     rows: int
     columns: int
 
-    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+    def fill(
+        self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
+    ) -> None:
         """See ``TensorSource``."""
-        self.stored.fill(local, offset, reserve)
-        rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
-        columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = local[first : first + _ROWS_AT_ONCE]
-            part.copy_(part.float() * self.scales[rows[first : first + _ROWS_AT_ONCE]][:, columns])
+        self.stored.fill(local_tensor, offset, reserve)
+        rows = torch.arange(offset[0], offset[0] + local_tensor.shape[0]) // self.rows
+        columns = torch.arange(offset[1], offset[1] + local_tensor.shape[1]) // self.columns
+        for first in range(0, len(rows), _ROWS_PER_CHUNK):
+            part = local_tensor[first : first + _ROWS_PER_CHUNK]
+            part.copy_(
+                part.float() * self.scales[rows[first : first + _ROWS_PER_CHUNK]][:, columns]
+            )
 
 
 # -- Stacks of experts in MXFP4, dequantized as they are read: gpt_oss's published files.
@@ -278,10 +290,12 @@ class Mxfp4Stack(TensorSource):
     blocks: TensorSource
     scales: TensorSource
 
-    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+    def fill(
+        self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
+    ) -> None:
         """See ``TensorSource``."""
-        for part in _cut_into_expert_pieces(Box(offset, tuple(local.shape))):
-            into = local[part.slices(offset)]
+        for part in _cut_into_expert_pieces(Box(offset, tuple(local_tensor.shape))):
+            into = local_tensor[part.slices(offset)]
             reserve(into.nbytes + PIECE_BYTES)
             into.copy_(self._dequantize(part))
 
@@ -298,9 +312,9 @@ class Mxfp4Stack(TensorSource):
         return values_EOI[..., column - first * BLOCK_VALUES :][..., :columns].transpose(1, 2)
 
 
-def _cut_into_expert_pieces(wanted: Box) -> Iterator[Box]:
+def _cut_into_expert_pieces(target: Box) -> Iterator[Box]:
     """Cut a region of a stack into rows of one expert that take ``PIECE_BYTES`` to read."""
-    (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
+    (expert, column, row), (num_experts, columns, num_rows) = target.offset, target.shape
     rows = max(1, PIECE_BYTES // (12 * (columns + 2 * BLOCK_VALUES)))
     for e in range(expert, expert + num_experts):
         for first in range(row, row + num_rows, rows):
@@ -326,17 +340,17 @@ class StoredPart:
     axes: tuple[int | None, ...]
 
     @classmethod
-    def whole(cls, stored: TensorSource) -> "StoredPart":
+    def cover_tensor(cls, stored: TensorSource) -> "StoredPart":
         """Return a part that is a whole stored tensor, unchanged."""
-        return cls(stored, Box.whole(stored.shape), tuple(range(len(stored.shape))))
+        return cls(stored, Box.cover_tensor(stored.shape), tuple(range(len(stored.shape))))
 
-    def view(self, local: torch.Tensor) -> torch.Tensor:
+    def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
         """View a region of the joined tensor, within this part, with the stored tensor's axes."""
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
-                local = local.select(dim, 0)
+                local_tensor = local_tensor.select(dim, 0)
         kept = [axis for axis in self.axes if axis is not None]
-        return local.permute([kept.index(axis) for axis in range(len(kept))])
+        return local_tensor.permute([kept.index(axis) for axis in range(len(kept))])
 
     def offset_of(self, box: Box) -> tuple[int, ...]:
         """Return the offset in the stored tensor of a box of the joined one within this part."""
@@ -358,12 +372,14 @@ class JoinedTensor(TensorSource):
         stored = first.stored
         return cls(stored.name, shape, stored.dtype, stored.file, (first, *others))
 
-    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+    def fill(
+        self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
+    ) -> None:
         """See ``TensorSource``."""
-        wanted = Box(offset, tuple(local.shape))
+        target = Box(offset, tuple(local_tensor.shape))
         for part in self.parts:
-            if (found := part.box.overlap(wanted)) is not None:
-                view = part.view(local[found.slices(offset)])
+            if (found := part.box.overlap(target)) is not None:
+                view = part.view(local_tensor[found.slices(offset)])
                 part.stored.fill(view, part.offset_of(found), reserve)
 
 
@@ -429,14 +445,14 @@ def find_joined_tensors(
         if pattern is not None:
             sources[name][pattern].append(one)
     joined, unfollowed = {}, {}
-    for name, by_source in sources.items():
-        converter = by_pattern[next(iter(by_source))]
+    for name, tensors_by_source in sources.items():
+        converter = by_pattern[next(iter(tensors_by_source))]
         operations = {type(operation).__name__ for operation in converter.operations}
         if operations - _OPERATIONS.keys():
             unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
-        _require_all_experts(name, by_source, own.get(name, ()))
-        found = _apply_conversion(converter, by_source, own.get(name))
+        _require_all_experts(name, tensors_by_source, own.get(name, ()))
+        found = _apply_conversion(converter, tensors_by_source, own.get(name))
         if found is not None:
             joined[name] = replace(found, name=name)
     return joined, unfollowed
@@ -448,19 +464,21 @@ def _natural_sort_key(stored: TensorSource) -> list[tuple[int, str]]:
 
 
 def _apply_conversion(
-    converter: Any, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...] | None
+    converter: Any,
+    tensors_by_source: Mapping[str, list[TensorSource]],
+    target: tuple[int, ...] | None,
 ) -> JoinedTensor | None:
     """Apply a conversion to stored tensors; return None if the result is not a single tensor."""
     groups = [
         [
-            JoinedTensor.from_parts(stored.shape, [StoredPart.whole(stored)])
-            for stored in by_source[pattern]
+            JoinedTensor.from_parts(stored.shape, [StoredPart.cover_tensor(stored)])
+            for stored in tensors_by_source[pattern]
         ]
         for pattern in converter.source_patterns
-        if pattern in by_source
+        if pattern in tensors_by_source
     ]
     for operation in converter.operations:
-        groups = _OPERATIONS[type(operation).__name__](operation, groups, wanted)
+        groups = _OPERATIONS[type(operation).__name__](operation, groups, target)
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 
@@ -479,8 +497,8 @@ def _stack_tensors(group: list[JoinedTensor], dim: int) -> JoinedTensor:
         parts = (
             StoredPart(
                 part.stored,
-                Box(_replace_at(part.box.offset, dim, 0), _replace_at(part.box.shape, dim, 1)),
-                _replace_at(part.axes, dim, None),
+                Box(_replace_item(part.box.offset, dim, 0), _replace_item(part.box.shape, dim, 1)),
+                _replace_item(part.axes, dim, None),
             )
             for part in one.parts
         )
@@ -488,11 +506,11 @@ def _stack_tensors(group: list[JoinedTensor], dim: int) -> JoinedTensor:
     return _concatenate_tensors(layers, dim)
 
 
-def _replace_at(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
+def _replace_item(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
     return (*values[:dim], value, *values[dim:])
 
 
-def _drop_at(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+def _drop_item(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
@@ -503,7 +521,7 @@ def _apply_concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
 def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     start, parts, first = 0, [], tensors[0]
     for one in tensors:
-        if _drop_at(one.shape, dim) != _drop_at(first.shape, dim):
+        if _drop_item(one.shape, dim) != _drop_item(first.shape, dim):
             raise DataError(
                 f"{one.name} has the shape {list(one.parts[0].stored.shape)}, but {first.name}, "
                 f"which it is stacked with, has {list(first.parts[0].stored.shape)}; a file is "
@@ -514,11 +532,11 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    return JoinedTensor.from_parts(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
+    return JoinedTensor.from_parts(_replace_item(_drop_item(first.shape, dim), dim, start), parts)
 
 
-def _apply_transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
-    """Transpose: swap two axes; with ``check_dims`` only if the shape is not yet ``wanted``."""
+def _apply_transpose(operation: Any, groups: _Groups, target: tuple[int, ...] | None) -> _Groups:
+    """Transpose: swap two axes; with ``check_dims`` only if the shape is not yet ``target``."""
 
     def swap_axes(values: tuple[Any, ...]) -> tuple[Any, ...]:
         out = list(values)
@@ -527,7 +545,7 @@ def _apply_transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | 
         return tuple(out)
 
     def transpose_tensor(one: JoinedTensor) -> JoinedTensor:
-        if operation.check_dims and one.shape == wanted:
+        if operation.check_dims and one.shape == target:
             return one
         parts = (
             StoredPart(
@@ -548,14 +566,16 @@ _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
 
 
 def _require_all_experts(
-    name: str, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...]
+    name: str, tensors_by_source: Mapping[str, list[TensorSource]], target: tuple[int, ...]
 ) -> None:
     """Refuse a stack with missing experts: the others would be shifted into their places."""
-    counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}
-    if len(wanted) != 3 or set(counts.values()) <= {wanted[0]}:
+    counts = {
+        pattern: len(stored) for pattern, stored in tensors_by_source.items() if ".*." in pattern
+    }
+    if len(target) != 3 or set(counts.values()) <= {target[0]}:
         return
     fewest = min(counts, key=lambda pattern: counts[pattern])
     raise DataError(
-        f"{name} has {wanted[0]} experts by config.json, but the files hold {counts[fewest]} of "
+        f"{name} has {target[0]} experts by config.json, but the files hold {counts[fewest]} of "
         f"{fewest.replace('.*.', '.N.')}; a file is missing or belongs to another model"
     )

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-TILE, LONG_TILE = 64, 128  # queries at once
-LONG_TOKENS = 1024  # above this length, the longer tile is faster
+TILE_TOKENS, LONG_TILE_TOKENS = 64, 128  # queries at once
+MIN_LONG_DOCUMENT_TOKENS = 1024  # above this length, the longer tile is faster
 MAX_SCORES = 1 << 21  # per matmul: more would not stay in cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
@@ -71,18 +71,18 @@ class _TiledAttention(torch.autograd.Function):
         query_BHTD: torch.Tensor,
         key_BKTD: torch.Tensor,
         value_BKTD: torch.Tensor,
-        *how: Any,
+        *options: Any,
     ) -> torch.Tensor:
         inputs = query_BHTD, key_BKTD, value_BKTD
-        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, *how)
+        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, *options)
         ctx.save_for_backward(*inputs, shifts)
-        ctx.how = how
+        ctx.options = options
         return out_BTHD  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
         *inputs, shifts = ctx.saved_tensors
-        return *_tiled_backward(inputs, grad_BTHD, shifts, *ctx.how), None, None, None
+        return *_tiled_backward(inputs, grad_BTHD, shifts, *ctx.options), None, None, None
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class _DocumentGroup:
         return self._to_documents(tensor_BKTD, self.keys, self.num_keys, num_groups)
 
     def _to_documents(
-        self, x_BHTD: torch.Tensor, places: torch.Tensor | None, length: int, num_groups: int
+        self, x_BHTD: torch.Tensor, indices: torch.Tensor | None, length: int, num_groups: int
     ) -> torch.Tensor:
         x = x_BHTD.transpose(1, 2)
-        x = x if places is None else x.flatten(0, 1)[places]
+        x = x if indices is None else x.flatten(0, 1)[indices]
         shape = self.num_documents, length, num_groups, -1, x_BHTD.shape[-1]
         return x.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
@@ -140,12 +140,12 @@ class _DocumentGroup:
 class _Tiling:
     """The groups, and the place of each token of the rows in the concatenated groups.
 
-    ``key_places``: the same for keys. None: each row is one document, in order.
+    ``key_indices``: the same for keys. None: each row is one document, in order.
     """
 
     groups: Sequence[_DocumentGroup]
-    token_places: torch.Tensor | None
-    key_places: torch.Tensor | None
+    token_indices: torch.Tensor | None
+    key_indices: torch.Tensor | None
     tile: int
 
     def write_rows(
@@ -153,7 +153,7 @@ class _Tiling:
     ) -> None:
         """Write each group's result to BTHD rows."""
         tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
-        _write_tokens(tokens, self.token_places, out_BTHD)
+        _write_tokens(tokens, self.token_indices, out_BTHD)
 
     def write_keys(
         self, parts: Sequence[torch.Tensor], num_groups: int, out_BTKD: torch.Tensor
@@ -161,18 +161,18 @@ class _Tiling:
         """Write each group's result for its keys to BTKD rows."""
         groups = zip(self.groups, parts, strict=True)
         tokens = [group.as_key_tokens(part, num_groups) for group, part in groups]
-        _write_tokens(tokens, self.key_places, out_BTKD)
+        _write_tokens(tokens, self.key_indices, out_BTKD)
 
 
 def _write_tokens(
-    tokens: list[torch.Tensor], places: torch.Tensor | None, out_BTHD: torch.Tensor
+    tokens: list[torch.Tensor], indices: torch.Tensor | None, out_BTHD: torch.Tensor
 ) -> None:
     joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
     out_SHD = out_BTHD.flatten(0, 1)
-    if places is None:
+    if indices is None:
         out_SHD.copy_(joined)
     else:
-        torch.index_select(joined, 0, places, out=out_SHD)
+        torch.index_select(joined, 0, indices, out=out_SHD)
 
 
 @lru_cache(maxsize=8)
@@ -187,13 +187,13 @@ def _make_tiling(
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
     before = num_earlier_keys or (0,) * len(documents)
     longest = max(e + b - a for e, (_, a, b) in zip(before, documents, strict=True))
-    tile = TILE if longest <= LONG_TOKENS else LONG_TILE
-    is_whole = num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents)
+    tile = TILE_TOKENS if longest <= MIN_LONG_DOCUMENT_TOKENS else LONG_TILE_TOKENS
+    is_whole = num_tokens % TILE_TOKENS == 0 and all(b - a == num_tokens for _, a, b in documents)
     if is_whole and not any(before):
         return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, None, tile)
     by_length, keys_start = defaultdict(list), 0
     for (row, start, stop), e in zip(documents, before, strict=True):
-        padded = -(-(stop - start) // TILE) * TILE
+        padded = -(-(stop - start) // TILE_TOKENS) * TILE_TOKENS
         token = row * num_tokens + start
         by_length[padded, e].append((token, stop - start, keys_start))
         keys_start += e + stop - start
@@ -202,34 +202,34 @@ def _make_tiling(
         most = max(1, MAX_SCORES // (num_heads * tile * (e + length)))
         for part in (members[n : n + most] for n in range(0, len(members), most)):
             starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
-            tokens, is_padding = _pad_places(starts, lengths, length)
+            tokens, is_padding = _pad_indices(starts, lengths, length)
             keys, is_key_padding = tokens, is_padding
             if num_earlier_keys:
-                keys, is_key_padding = _pad_places(key_starts, e + lengths, e + length)
+                keys, is_key_padding = _pad_indices(key_starts, e + lengths, e + length)
             groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
             key_padding.append(is_key_padding)
-    places = _find_places([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
+    indices = _find_indices([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
     if not num_earlier_keys:
-        return _Tiling(groups, places, places, tile)
+        return _Tiling(groups, indices, indices, tile)
     of_keys = zip((g.keys for g in groups), key_padding, strict=True)
-    return _Tiling(groups, places, _find_places(list(of_keys), keys_start), tile)
+    return _Tiling(groups, indices, _find_indices(list(of_keys), keys_start), tile)
 
 
-def _pad_places(
+def _pad_indices(
     starts: torch.Tensor, lengths: torch.Tensor, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``padded`` places for each document, and which of them are padding."""
     counting = torch.arange(padded)
-    places = starts + torch.minimum(counting, lengths - 1)
-    return places.flatten(), (counting >= lengths).flatten()
+    indices = starts + torch.minimum(counting, lengths - 1)
+    return indices.flatten(), (counting >= lengths).flatten()
 
 
-def _find_places(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
+def _find_indices(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
     """Return the place of each token in the concatenated groups, skipping padding."""
     tokens, is_padding = (torch.cat(parts) for parts in zip(*groups, strict=True))
-    places = torch.empty(num_tokens, dtype=torch.int64)
-    places[tokens[~is_padding]] = torch.nonzero(~is_padding).flatten()
-    return places
+    indices = torch.empty(num_tokens, dtype=torch.int64)
+    indices[tokens[~is_padding]] = torch.nonzero(~is_padding).flatten()
+    return indices
 
 
 @torch.library.impl(_LIBRARY, "document_attention", "CPU")

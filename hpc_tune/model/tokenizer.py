@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_tune.config.data import NAMED_TEMPLATES, NamedTemplate, is_template_path, template_file
 from hpc_tune.errors import DataError, first_line, require_utf8
-from hpc_tune.files import read_json_object, why_pointer_file
+from hpc_tune.files import explain_pointer_file, read_json_object
 from hpc_tune.log import log
 from hpc_tune.model.language import refuse_remote_code, require_model_directory
 
@@ -40,7 +40,7 @@ PROBE_TEXTS = (
 )  # fmt: skip
 _NUM_PIECES = 512
 _NUM_SPECIAL_TOKENS = 64
-_MAX_SHOWN = 12
+_MAX_SHOWN_TOKENS = 12
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -66,8 +66,8 @@ def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
                 made,
             )
         return tokenizer
-    whole = load_tokenizer_from_json(directory)
-    found = _compare_texts(tokenizer, whole, by_file.texts)
+    file_tokenizer = load_tokenizer_from_json(directory)
+    found = _compare_texts(tokenizer, file_tokenizer, by_file.texts)
     if found is None:
         return tokenizer
     log.info(
@@ -78,8 +78,8 @@ def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
         found,
         WHOLE_FILE_CLASS,
     )
-    _copy_special_tokens(whole, tokenizer)
-    return whole
+    _copy_special_tokens(file_tokenizer, tokenizer)
+    return file_tokenizer
 
 
 def has_own_class(tokenizer: Any) -> bool:
@@ -162,8 +162,8 @@ class _EncodedTexts:
         """Encode texts that show how a tokenizer.json splits text."""
         from tokenizers import Tokenizer
 
-        raw = Tokenizer.from_file(str(file))
-        return cls.encode_texts(raw, _make_probe_texts(raw))
+        raw_tokenizer = Tokenizer.from_file(str(file))
+        return cls.encode_texts(raw_tokenizer, _make_probe_texts(raw_tokenizer))
 
     @classmethod
     def encode_texts(cls, backend: Any, texts: list[str]) -> "_EncodedTexts":
@@ -178,8 +178,8 @@ class _EncodedTexts:
         tokens = {number: str(backend.id_to_token(number)) for row in ids for number in row}
 
         def names(row: Sequence[int]) -> str:
-            shown = [tokens[number] for number in row[:_MAX_SHOWN]]
-            return f"[{' '.join(shown)}{' ...' if len(row) > _MAX_SHOWN else ''}]"
+            shown = [tokens[number] for number in row[:_MAX_SHOWN_TOKENS]]
+            return f"[{' '.join(shown)}{' ...' if len(row) > _MAX_SHOWN_TOKENS else ''}]"
 
         return cls(texts, ids, _find_surrounding_ids(backend), names)
 
@@ -199,9 +199,9 @@ def _find_surrounding_ids(backend: Any) -> list[int]:
     return ids
 
 
-def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
+def _compare_texts(tokenizer: Any, file_tokenizer: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer differs from the one that reads the whole file, or None."""
-    one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
+    one, two = tokenizer.backend_tokenizer, file_tokenizer.backend_tokenizer
     if (first := _find_surrounding_ids(one)) != (second := _find_surrounding_ids(two)):
         names = [
             [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
@@ -210,23 +210,25 @@ def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
     return _EncodedTexts.encode_texts(two, texts).describe_difference(one)
 
 
-def _make_probe_texts(raw: Any) -> list[str]:
+def _make_probe_texts(raw_tokenizer: Any) -> list[str]:
     """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
-    size, added = raw.get_vocab_size(), raw.get_added_tokens_decoder()
-    pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))]
+    size, added = raw_tokenizer.get_vocab_size(), raw_tokenizer.get_added_tokens_decoder()
+    pieces = [
+        raw_tokenizer.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))
+    ]
     rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
     rows += [" ".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
     controls = [token.content for token in added.values()][:_NUM_SPECIAL_TOKENS]
     return [*PROBE_TEXTS, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
 
 
-def _copy_special_tokens(whole: Any, tokenizer: Any) -> None:
+def _copy_special_tokens(file_tokenizer: Any, tokenizer: Any) -> None:
     """Copy the special tokens that a class sets by itself, if they are in the file's vocabulary."""
-    vocabulary = whole.get_vocab()
+    vocabulary = file_tokenizer.get_vocab()
     for role in _TOKEN_ROLES:
         text = getattr(tokenizer, role)  # None where the class has no such token
-        if getattr(whole, role) is None and text is not None and str(text) in vocabulary:
-            setattr(whole, role, str(text))
+        if getattr(file_tokenizer, role) is None and text is not None and str(text) in vocabulary:
+            setattr(file_tokenizer, role, str(text))
 
 
 # -- Whether a tokenizer has the special tokens of a named chat template.
@@ -302,11 +304,11 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def refuse_syntax_errors(template: Any, where: str) -> None:
+def refuse_syntax_errors(template: Any, location: str) -> None:
     """Refuse a template, or a dict of named templates, that Jinja cannot compile.
 
     Raises:
-        DataError: naming the template's location ``where``, and the line.
+        DataError: naming the template's location ``location``, and the line.
     """
     several = template if isinstance(template, dict) else {"": template}
     environment = ImmutableSandboxedEnvironment(
@@ -321,7 +323,7 @@ def refuse_syntax_errors(template: Any, where: str) -> None:
             line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
             shown = f": {line[:80]}" if line else ""
             raise DataError(
-                f"{where}{of}, line {error.lineno}: the chat template cannot be read: "
+                f"{location}{of}, line {error.lineno}: the chat template cannot be read: "
                 f"{(error.message or '').rstrip('.')}{shown}. Correct the line"
             ) from None
 
@@ -344,7 +346,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     require_utf8(str(directory))  # the tokenizers library needs it
     for file in sorted(directory.iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt") and (
-            pointer := why_pointer_file(file)
+            pointer := explain_pointer_file(file)
         ):
             raise DataError(pointer)
     from transformers import AutoTokenizer
@@ -375,7 +377,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 def _read_template(chat_template: str) -> str:
     """Read the text of data.chat_template, a path or a known name; DataError if unreadable."""
     file = template_file(chat_template)
-    if pointer := why_pointer_file(file):
+    if pointer := explain_pointer_file(file):
         raise DataError(pointer)
     try:
         text = file.read_text(encoding="utf-8-sig")

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor
 
 from hpc_tune.packages import parse_release
 
-_FIRST_WITHOUT_CAPPED_SDPA = (5, 21)
+_MIN_UNCAPPED_SDPA_VERSION = (5, 21)
 
 
 def avoid_sdpa_with_capped_scores(model: Any) -> None:
@@ -33,7 +33,7 @@ def avoid_sdpa_with_capped_scores(model: Any) -> None:
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if (
         cap
-        and parse_release(version) < _FIRST_WITHOUT_CAPPED_SDPA
+        and parse_release(version) < _MIN_UNCAPPED_SDPA_VERSION
         and model.config._attn_implementation == "sdpa"
     ):
         model.set_attn_implementation("eager")

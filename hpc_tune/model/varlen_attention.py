@@ -28,11 +28,14 @@ from hpc_tune.packages import is_installed
 from hpc_tune.world.device import FLASH_ATTENTION_PACKAGES, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_VALUES, HEAD_MULTIPLE = 256, 8  # values per head: torch pads others only for its own attention
+MAX_VALUES, HEAD_DIM_MULTIPLE = (
+    256,
+    8,
+)  # values per head: torch pads others only for its own attention
 # Tolerance relative to the norm. Rounding results to the dtype gives an error of 0.2 eps, rounding
 # the probabilities up to 1 eps more; a start that is off by one token gives 16 eps in bf16, whose
 # eps is the largest.
-MAX_EPS = 4
+MAX_ERROR_EPS = 4
 # Documents of one token, of one block of the kernel (128), shorter, longer, and a whole row.
 CHECKED_LENGTHS = ((1, 62, 128, 9), (143, 57), (200,))
 
@@ -42,14 +45,14 @@ class DocumentStarts:
     """Where the documents of a micro-batch begin in its rows, laid end to end.
 
     ``starts_N`` are int32 on the device, followed by the end of the last document. Each row begins
-    with a new document. ``longest`` is the length of the longest document. ``supports_windows``:
+    with a new document. ``max_length`` is the length of the longest document. ``supports_windows``:
     the kernel supports sliding windows too.
     """
 
     starts_N: torch.Tensor
     num_rows: int
     num_tokens: int
-    longest: int
+    max_length: int
     supports_windows: bool = True
 
     @property
@@ -60,8 +63,8 @@ class DocumentStarts:
     def document_ids_BT(self) -> torch.Tensor:
         """Return the index of each token's document."""
         ends_N, num_places = self.starts_N[1:], self.num_rows * self.num_tokens
-        places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
-        return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
+        positions_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
+        return torch.bucketize(positions_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
     def document_lengths_BT(self) -> torch.Tensor:
         """Return for each token the length of its document."""
@@ -73,12 +76,14 @@ class DocumentStarts:
         same_BTT = (document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)).tril()
         return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
-    def mask_B1ST(self, places_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def mask_B1ST(self, positions_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """Return the rows of ``mask_B1TT`` for the tokens at these places."""
         document_ids_BT = self.document_ids_BT()
-        apart_ST = places_S.unsqueeze(1) - torch.arange(self.num_tokens, device=places_S.device)
+        apart_ST = positions_S.unsqueeze(1) - torch.arange(
+            self.num_tokens, device=positions_S.device
+        )
         seen_ST = (apart_ST >= 0) & (apart_ST < (window or self.num_tokens))
-        same_BST = document_ids_BT[:, places_S].unsqueeze(2) == document_ids_BT.unsqueeze(1)
+        same_BST = document_ids_BT[:, positions_S].unsqueeze(2) == document_ids_BT.unsqueeze(1)
         return (same_BST & seen_ST).unsqueeze(1)
 
 
@@ -117,14 +122,14 @@ class DocumentParts:
     key_starts_N: torch.Tensor | None = None
 
     @classmethod
-    def on_device(cls, parts: Sequence[DocumentPart], device: torch.device) -> "DocumentParts":
+    def from_parts(cls, parts: Sequence[DocumentPart], device: torch.device) -> "DocumentParts":
         """Return the parts for a kernel on ``device``, without waiting for it."""
         queries = [stop - first for _, _, first, stop in parts]
         keys = [stop - start for _, start, _, stop in parts]
         return cls(parts, _lengths_to_starts(queries, device), _lengths_to_starts(keys, device))
 
     @functools.cached_property
-    def longest(self) -> tuple[int, int]:
+    def max_length(self) -> tuple[int, int]:
         """The largest number of queries, and of keys, in a part."""
         queries = (stop - first for _, _, first, stop in self.parts)
         return max(queries), max(stop - start for _, start, _, stop in self.parts)
@@ -199,15 +204,15 @@ def is_supported(
     query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, dropout: float
 ) -> bool:
     """Whether the kernel supports these inputs: a layer may differ from its model's config."""
-    values = query_BHTD.shape[-1]
+    head_dim = query_BHTD.shape[-1]
     return (
         not dropout
         and query_BHTD.dtype == key_BKTD.dtype == value_BKTD.dtype
         and query_BHTD.dtype in DTYPES
         and key_BKTD.shape == value_BKTD.shape
-        and key_BKTD.shape[-1] == values
-        and values <= MAX_VALUES
-        and values % HEAD_MULTIPLE == 0
+        and key_BKTD.shape[-1] == head_dim
+        and head_dim <= MAX_VALUES
+        and head_dim % HEAD_DIM_MULTIPLE == 0
     )
 
 
@@ -224,7 +229,7 @@ def attend(
     ``window`` counts the query's own token too.
     """
     query_SHD, key_SKD, value_SKD = map(_flatten_rows, (query_BHTD, key_BKTD, value_BKTD))
-    documents = starts.starts_N, starts.starts_N, starts.longest, starts.longest
+    documents = starts.starts_N, starts.starts_N, starts.max_length, starts.max_length
     before = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
         query_SHD, key_SKD, value_SKD, documents, scale, before
@@ -236,7 +241,7 @@ def attend_parts(
     query_BHSD: torch.Tensor,
     key_BKTD: torch.Tensor,
     value_BKTD: torch.Tensor,
-    own: DocumentParts,
+    document_parts: DocumentParts,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
@@ -245,8 +250,10 @@ def attend_parts(
     The kernel aligns the last query of a part with its last key.
     """
     query_SHD = query_BHSD.transpose(1, 2).flatten(0, 1)
-    key_NKD, value_NKD = (_flatten_rows(own.take_keys(x)) for x in (key_BKTD, value_BKTD))
-    documents = own.starts_N, own.key_starts_N, *own.longest
+    key_NKD, value_NKD = (
+        _flatten_rows(document_parts.take_keys(x)) for x in (key_BKTD, value_BKTD)
+    )
+    documents = document_parts.starts_N, document_parts.key_starts_N, *document_parts.max_length
     before = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
         query_SHD, key_NKD, value_NKD, documents, scale, before
@@ -258,7 +265,7 @@ def attend_parts(
 def varlen_kernel_fault(
     device: torch.device,
     dtype: torch.dtype,
-    values: int,
+    head_dim: int,
     heads_per_group: int,
     window: int | None = None,
     queries_are_partial: bool = False,
@@ -268,10 +275,10 @@ def varlen_kernel_fault(
     ``window``: the size of a sliding window, if there is one; ``queries_are_partial``: queries are
     only the last tokens of documents.
     """
-    most = MAX_EPS * torch.finfo(dtype).eps
+    most = MAX_ERROR_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_kernel_with_mask(
-            device, dtype, values, heads_per_group, window, queries_are_partial
+            device, dtype, head_dim, heads_per_group, window, queries_are_partial
         )
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or its interface changed
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
@@ -298,7 +305,7 @@ def varlen_kernel_fault(
 def compare_kernel_with_mask(
     device: torch.device,
     dtype: torch.dtype,
-    values: int,
+    head_dim: int,
     heads_per_group: int,
     window: int | None = None,
     queries_are_partial: bool = False,
@@ -311,15 +318,15 @@ def compare_kernel_with_mask(
     """
     starts = make_document_starts(CHECKED_LENGTHS, device)
     generator = torch.Generator().manual_seed(0)
-    rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
+    rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * head_dim**-0.5
     first = tokens // 2 if queries_are_partial else 0
 
     def draw_values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    inputs = [draw_values(rows, heads, tokens, values) for heads in (2 * heads_per_group, 2, 2)]
+    inputs = [draw_values(rows, heads, tokens, head_dim) for heads in (2 * heads_per_group, 2, 2)]
     inputs[0] = inputs[0][:, :, first:]
-    grad_BTHD = draw_values(rows, tokens, 2 * heads_per_group, values)[:, first:]
+    grad_BTHD = draw_values(rows, tokens, 2 * heads_per_group, head_dim)[:, first:]
 
     def attend_with_mask(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -336,8 +343,10 @@ def compare_kernel_with_mask(
             return attend(query, key, value, starts, scale, window)
         ends = [(row, [0, *accumulate(of_row)]) for row, of_row in enumerate(CHECKED_LENGTHS)]
         parts = [(row, a, max(a, first), b) for row, at in ends for a, b in pairwise(at)]
-        own = DocumentParts.on_device([part for part in parts if part[3] > first], device)
-        return attend_parts(query, key, value, own, scale, window)
+        document_parts = DocumentParts.from_parts(
+            [part for part in parts if part[3] > first], device
+        )
+        return attend_parts(query, key, value, document_parts, scale, window)
 
     def run_forward_backward(
         attention: Callable[..., torch.Tensor], compute_dtype: torch.dtype
@@ -392,19 +401,19 @@ def list_flash_attention_versions(device: torch.device) -> list[str]:
 def use_flash_attention(
     device: torch.device,
     dtype: torch.dtype,
-    values: int,
+    head_dim: int,
     heads_per_group: int,
     window: int | None = None,
 ) -> str:
     """Make torch use the best installed FlashAttention that is right; return its name, or "".
 
-    ``values``: values per head; ``heads_per_group``: query heads per key head; ``window``: a
+    ``head_dim``: values per head; ``heads_per_group``: query heads per key head; ``window``: a
     sliding window in tokens that is tried too, if given. The choice holds for the whole process.
     """
     from torch.nn import attention
 
     flash: Any = attention
-    most = MAX_EPS * torch.finfo(dtype).eps
+    most = MAX_ERROR_EPS * torch.finfo(dtype).eps
     for name in list_flash_attention_versions(device):
         try:
             flash.activate_flash_attention_impl(name)
@@ -412,7 +421,7 @@ def use_flash_attention(
                 gap
                 for tried in {None, window}
                 for gap in compare_kernel_with_mask(
-                    device, dtype, values, heads_per_group, tried
+                    device, dtype, head_dim, heads_per_group, tried
                 ).values()
             ]
         except Exception as error:  # noqa: BLE001 - such as a package built for another torch

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
-from hpc_tune.files import why_pointer_file
+from hpc_tune.files import explain_pointer_file
 from hpc_tune.model.config_json import (
     ShapeIndex,
     config_parts,
@@ -35,13 +35,13 @@ from hpc_tune.model.tensor_sources import (
     JoinedTensor,
     Mxfp4Stack,
     PlainTensor,
-    Reserve,
+    ReserveFunction,
     ScaledTensor,
     StoredBox,
     TensorFiles,
     TensorSource,
+    explain_open_failure,
     reserve_nothing,
-    why_not_opened,
 )
 
 # -- NaN and inf among the values of a tensor.
@@ -55,7 +55,7 @@ class NonFiniteValue:
     """A value that is NaN or inf, and its index in the tensor."""
 
     value: float
-    at: tuple[int, ...]
+    position: tuple[int, ...]
 
 
 def find_non_finite(tensor: torch.Tensor) -> NonFiniteValue | None:
@@ -71,8 +71,8 @@ def find_non_finite(tensor: torch.Tensor) -> NonFiniteValue | None:
     step = -(-len(tensor) // _MAX_PARTS)
     parts = enumerate(tensor.split(step))
     number, part = next((number, part) for number, part in parts if not _is_finite(part))
-    at = tuple(torch.nonzero(~part.isfinite())[0].tolist())
-    return NonFiniteValue(part[at].item(), (number * step + at[0], *at[1:]))
+    position = tuple(torch.nonzero(~part.isfinite())[0].tolist())
+    return NonFiniteValue(part[position].item(), (number * step + position[0], *position[1:]))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -185,16 +185,16 @@ class TensorIndex:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor."""
-        return self.sources[name].read(Box.whole(self.shapes[name]))
+        return self.sources[name].read(Box.cover_tensor(self.shapes[name]))
 
     def fill(
         self,
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         name: str,
         offset: tuple[int, ...] = (),
-        reserve: Reserve = reserve_nothing,
+        reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Copy the region of ``name`` that starts at ``offset`` and has ``local``'s shape into it.
+        """Copy the region of ``name`` that starts at ``offset`` and has ``local_tensor``'s shape into it.
 
         The dtype is converted on the way. At most ``PIECE_BYTES`` of the file's data are copied
         into anonymous memory at once.
@@ -202,21 +202,23 @@ class TensorIndex:
         Raises:
             HpcTuneError: if the tensor on disk has no such region or its bytes cannot be read.
         """
-        source, offset = self.sources[name], offset or (0,) * local.dim()
-        if not Box(offset, tuple(local.shape)).is_within(source.shape):
+        source, offset = self.sources[name], offset or (0,) * local_tensor.dim()
+        if not Box(offset, tuple(local_tensor.shape)).is_within(source.shape):
             raise self.error(
                 f"{source.file}: {name} has shape {list(source.shape)}, which has no region of "
-                f"shape {list(local.shape)} at {list(offset)}; the weights belong to another model"
+                f"shape {list(local_tensor.shape)} at {list(offset)}; the weights belong to another model"
             )
-        source.fill(local, offset, reserve)
+        source.fill(local_tensor, offset, reserve)
 
-    def require_finite(self, local: torch.Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Raise a HpcTuneError for NaN or inf in ``local``, read from ``name`` at ``offset``."""
-        if (found := find_non_finite(local)) is None:
+    def require_finite(
+        self, local_tensor: torch.Tensor, name: str, offset: tuple[int, ...]
+    ) -> None:
+        """Raise a HpcTuneError for NaN or inf in ``local_tensor``, read from ``name`` at ``offset``."""
+        if (found := find_non_finite(local_tensor)) is None:
             return
-        at = [a + b for a, b in zip(found.at, offset, strict=True)]
+        position = [a + b for a, b in zip(found.position, offset, strict=True)]
         raise self.error(
-            f"{self.sources[name].file}: {name} has {found.value:g} at {at}, expected finite "
+            f"{self.sources[name].file}: {name} has {found.value:g} at {position}, expected finite "
             "numbers only: the loss would be nan from the first step. The weights are damaged, or "
             "were converted wrongly; copy or convert them again"
         )
@@ -245,41 +247,41 @@ def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) ->
 
 
 def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, PlainTensor]:
-    opened = TensorFiles(error)
+    tensor_files = TensorFiles(error)
     pieces: dict[str, list[StoredBox]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
         try:
-            for piece, name, full, dtype in _read_header(opened, file):
+            for piece, name, full, dtype in _read_header(tensor_files, file):
                 if shapes.setdefault(name, full) != full:
                     raise ValueError(f"{name} has the shape {full}, but another one in other files")
                 pieces.setdefault(name, []).append(piece)
                 dtypes[name] = dtype
         except FileNotFoundError:
             raise error(
-                why_not_opened(file)
+                explain_open_failure(file)
                 or f"{file}: no such file, though the model's index names it; copy the directory "
                 "again"
             ) from None
         except (SafetensorError, OSError, *_PARSE_ERRORS) as found:
             raise error(
-                why_pointer_file(file)
+                explain_pointer_file(file)
                 or f"{file}: not a whole safetensors file ({found}); it is cut off or damaged, "
                 "copy it again"
             ) from None
-    opened.close()
+    tensor_files.close()
     return {
-        name: PlainTensor(name, shapes[name], dtypes[name], own[0].file, tuple(own), opened)
+        name: PlainTensor(name, shapes[name], dtypes[name], own[0].file, tuple(own), tensor_files)
         for name, own in pieces.items()
     }
 
 
 def _read_header(
-    opened: TensorFiles, file: Path
+    tensor_files: TensorFiles, file: Path
 ) -> Iterator[tuple[StoredBox, str, tuple[int, ...], torch.dtype]]:
     """Yield the pieces of a file, each with its tensor's name, shape and dtype."""
-    handle = opened.open(file)
+    handle = tensor_files.open(file)
     metadata = handle.metadata() or {}
     keys = (OFFSETS_KEY, FULL_SHAPES_KEY, NAMES_KEY)
     offsets, full_shapes, names = (json.loads(metadata.get(key, "{}")) for key in keys)
@@ -292,7 +294,7 @@ def _read_header(
         if not box.is_within(full):
             raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
         if (dtype := stored.get_dtype()) not in _DTYPES:
-            raise opened.error(
+            raise tensor_files.error(
                 f"{file}: {name} is stored as {dtype}, which is not read here; take a checkpoint "
                 "in bf16, fp16, fp32, float8 with scales or MXFP4"
             )
@@ -352,7 +354,7 @@ def _read_shard_names(index_file: Path) -> list[str]:
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"it names {outside[0]}, which is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = why_pointer_file(index_file) or f"{index_file}: not a safetensors index ({error})"
+        why = explain_pointer_file(index_file) or f"{index_file}: not a safetensors index ({error})"
         raise DataError(why) from None
     return sorted(set(names))
 
@@ -378,11 +380,11 @@ def index_checkpoint(directory: Path) -> TensorIndex:
 # Checkpoints that are quantized in another way are refused; the message names the method.
 
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the weight's name; values are multiplied by both
 _INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # for serving
-_BLOCKS, _SCALES = "_blocks", "_scales"  # after the name of a stack in MXFP4
+_BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"  # after the name of a stack in MXFP4
 Sources = Mapping[str, TensorSource]
 
 
@@ -396,7 +398,7 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
     scaled = {
         name: _add_scale(source, sources, directory, block)
         for name, source in sources.items()
-        if source.dtype in FLOAT8
+        if source.dtype in FLOAT8_DTYPES
     }
     unused = {name + end for name in scaled for end in _SCALE_SUFFIXES}
     if scaled:
@@ -451,24 +453,24 @@ def merge_mxfp4_stacks(sources: Sources, directory: Path) -> Sources:
     """
     packed = {}
     for blocks in filter(_has_mxfp4_blocks, sources.values()):
-        name = blocks.name.removesuffix(_BLOCKS)
-        scales = sources.get(name + _SCALES)
+        name = blocks.name.removesuffix(_BLOCKS_SUFFIX)
+        scales = sources.get(name + _SCALES_SUFFIX)
         experts, rows, groups, _ = blocks.shape
         if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:-1], torch.uint8):
             has = "no such tensor is there" if scales is None else f"found {list(scales.shape)}"
             raise DataError(
                 f"{directory}: {blocks.name} has the shape {list(blocks.shape)}, so "
-                f"{name}{_SCALES} should be uint8 of the shape {list(blocks.shape[:-1])}; {has}. A "
+                f"{name}{_SCALES_SUFFIX} should be uint8 of the shape {list(blocks.shape[:-1])}; {has}. A "
                 "file is missing or damaged, copy it again"
             )
         shape = (experts, groups * BLOCK_VALUES, rows)
         packed[name] = Mxfp4Stack(name, shape, torch.bfloat16, blocks.file, blocks, scales)
-    unused = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
+    unused = {name + end for name in packed for end in (_BLOCKS_SUFFIX, _SCALES_SUFFIX)}
     return {name: one for name, one in sources.items() if name not in unused} | packed
 
 
 def _has_mxfp4_blocks(tensor: TensorSource) -> bool:
-    is_uint8 = tensor.name.endswith(_BLOCKS) and tensor.dtype is torch.uint8
+    is_uint8 = tensor.name.endswith(_BLOCKS_SUFFIX) and tensor.dtype is torch.uint8
     return is_uint8 and len(tensor.shape) == 4 and tensor.shape[-1] == BLOCK_BYTES
 
 
@@ -481,13 +483,15 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     """
     settings = _read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")
-    marks = (".qweight", ".weight_packed", ".absmax", _BLOCKS, ".SCB", ".weight_format")
+    marks = (".qweight", ".weight_packed", ".absmax", _BLOCKS_SUFFIX, ".SCB", ".weight_format")
     packed = [
         name
         for name, one in sources.items()
         if name.endswith(marks) or (name.endswith(".weight") and not one.dtype.is_floating_point)
     ]
-    is_read = any(isinstance(one, Mxfp4Stack) or one.dtype in FLOAT8 for one in sources.values())
+    is_read = any(
+        isinstance(one, Mxfp4Stack) or one.dtype in FLOAT8_DTYPES for one in sources.values()
+    )
     if packed:
         raise DataError(
             f"{directory}: its weights are quantized ({method}, such as in {packed[0]}); hpc_tune "

@@ -11,7 +11,7 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 # Assumed for a node if neither the arguments nor the job section say.
-_USUAL_RANKS, USUAL_DEVICE, USUAL_HOST = 8, 80 << 30, 512 << 30
+_USUAL_NUM_RANKS, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16_FLOPS = {
@@ -69,31 +69,31 @@ def requested_machine(
     ranks_per_node: int | None,
     device_bytes: int | None,
     host_bytes: int | None,
-    on_cpus: bool,
+    uses_cpus: bool,
 ) -> tuple[Machine, list[str]]:
     """Return the requested machine and a description of each assumption made for it.
 
     The arguments come first, then the job section if there is one, then the usual values of a node.
-    ``on_cpus``: ranks without GPUs, whatever the rest says.
+    ``uses_cpus``: ranks without GPUs, whatever the rest says.
     """
     assumed, has_section = [], job.is_given
     if nodes is None:
         nodes = job.nodes
     if ranks_per_node is None and has_section:
-        on_cpus = on_cpus or (job.gpus_per_node == 0 and device_bytes is None)
+        uses_cpus = uses_cpus or (job.gpus_per_node == 0 and device_bytes is None)
         ranks_per_node = job.ranks_per_node
     elif ranks_per_node is None:
-        ranks_per_node = _USUAL_RANKS
-        assumed.append(f"{_USUAL_RANKS} ranks per node (--gpus-per-node)")
-    if device_bytes is None and not on_cpus:
-        device_bytes = USUAL_DEVICE
-        assumed.append(f"{format_bytes(USUAL_DEVICE)} per GPU (--device-memory)")
+        ranks_per_node = _USUAL_NUM_RANKS
+        assumed.append(f"{_USUAL_NUM_RANKS} ranks per node (--gpus-per-node)")
+    if device_bytes is None and not uses_cpus:
+        device_bytes = USUAL_DEVICE_BYTES
+        assumed.append(f"{format_bytes(USUAL_DEVICE_BYTES)} per GPU (--device-memory)")
     if host_bytes is None:
         host_bytes = job.memory_bytes
     if host_bytes is None:
-        host_bytes = USUAL_HOST
-        assumed.append(f"{format_bytes(USUAL_HOST)} per node (--host-memory)")
-    device_bytes = None if on_cpus else device_bytes
+        host_bytes = USUAL_HOST_BYTES
+        assumed.append(f"{format_bytes(USUAL_HOST_BYTES)} per node (--host-memory)")
+    device_bytes = None if uses_cpus else device_bytes
     return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumed
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpc_tune.checkpoint.export import merge_bytes
-from hpc_tune.config.data import Form
+from hpc_tune.config.data import DataForm
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN_OF_FORM, prefetch_limit_bytes
@@ -24,13 +24,13 @@ from hpc_tune.memory.host import (
     COMPILE_WORKER_BYTES,
     DEEPSPEED_BYTES,
     FIRST_STEP_BYTES,
-    FIRST_STEP_KEPT_BYTES,
+    FIRST_STEP_RETAINED_BYTES,
     GPU_RUNTIME_BYTES,
     MERGE_BASE_BYTES,
     MODEL_OBJECTS_BYTES,
     RANK_BASE_BYTES,
 )
-from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, NO_PLAN_BELOW_SHARE, Phase
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, MIN_PLANNED_SHARE, Phase
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import ResolvedLayout
@@ -96,7 +96,7 @@ class MemorySettings:
     """The settings that decide memory besides the traced step.
 
     ``parallel`` has its layout decided. ``step_tokens``: tokens of one step that wait in a rank's
-    loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``governed``:
+    loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``is_governed``:
     memory.governor is on. ``save="gathered"`` models a tool that gathers all trained values and
     their optimizer state on one rank. ``has_reference``: the log-probabilities of all answers are
     computed first, and 8 bytes per pair are kept. ``num_groups``: process groups of several ranks
@@ -107,9 +107,9 @@ class MemorySettings:
     checkpoint: CheckpointConfig
     step_tokens: int
     compile_threads: int | None = None
-    governed: bool = True
+    is_governed: bool = True
     save: SaveMethod = "streamed"
-    form: Form = "answers"
+    form: DataForm = "answers"
     has_reference: bool = False
     num_groups: int = 0
 
@@ -144,9 +144,9 @@ def upper_bound_bytes(
     return int(tensors * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(machine, groups)
 
 
-def surely_fits(most: int, machine: Machine) -> bool:
-    """Return whether a rank that takes at most ``most`` bytes surely fits, so no plan is needed."""
-    return most < NO_PLAN_BELOW_SHARE * machine.bytes_per_rank
+def upper_bound_fits(maximum: int, machine: Machine) -> bool:
+    """Return whether a rank that takes at most ``maximum`` bytes surely fits, so no plan is needed."""
+    return maximum < MIN_PLANNED_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(
@@ -156,20 +156,20 @@ def memory_by_phase(
 
     ``trace``: the trace of the rank that needs most.
     """
-    on_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
+    uses_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
     process = RANK_BASE_BYTES + MODEL_OBJECTS_BYTES + BLOCK_OBJECTS_BYTES * trace.num_layers
-    process += 0 if on_cpu else GPU_RUNTIME_BYTES
+    process += 0 if uses_cpu else GPU_RUNTIME_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
-    step = _step_bytes(trace, on_cpu, model, settings)
-    left, trimmed = (FIRST_STEP_BYTES, FIRST_STEP_KEPT_BYTES) if on_cpu else (0, 0)
-    kernels = trace.kernel_bytes if on_cpu else 0
+    step = _step_bytes(trace, uses_cpu, model, settings)
+    left, trimmed = (FIRST_STEP_BYTES, FIRST_STEP_RETAINED_BYTES) if uses_cpu else (0, 0)
+    kernels = trace.kernel_bytes if uses_cpu else 0
     piece = min(PIECE_BYTES, model.largest_trained)
     step_bytes = settings.step_tokens * BYTES_PER_TOKEN_OF_FORM[settings.form]
     buffers = min(prefetch_limit_bytes(step_bytes), 2 * step_bytes)
     state = SAVED_COPIES * model.trained + model.other_saved_bytes
 
     def phase(name: Phase, on_device: int, on_host: int, first: int = 0) -> PhaseMemory:
-        if on_cpu:
+        if uses_cpu:
             return PhaseMemory(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(
             machine, settings.num_groups
@@ -200,7 +200,7 @@ def memory_by_phase(
             each, first = _staging_bytes(state, machine, model, settings)
             on_host = buffers + piece + each
             copied = phase(Phase.SAVE_IN_BACKGROUND, step.peak + left, on_host, first)
-            phases.append(replace(copied, optional=settings.governed))
+            phases.append(replace(copied, optional=settings.is_governed))
     merge = MERGE_BASE_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, PhaseMemory(Phase.MERGE, 0, 0, merge)]
 
@@ -214,8 +214,8 @@ def _staging_bytes(
     GPU's copies stay until the next save, so this phase takes no less than any that follows it.
     """
     parallel, wanted = settings.parallel, settings.checkpoint.staging_bytes
-    is_spread = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
-    writers = machine.world_size // (parallel.replicate or 1) if is_spread else 1
+    is_distributed = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
+    writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
     each, on_gpu = state // max(1, writers), machine.device_bytes is not None
     if on_gpu:  # copied in whole blocks
         each = -(-each // PIECE_BYTES) * PIECE_BYTES
@@ -239,24 +239,24 @@ class _StepBytes:
 
 
 def _step_bytes(
-    trace: TraceReport, on_cpu: bool, model: ModelBytes, settings: MemorySettings
+    trace: TraceReport, uses_cpu: bool, model: ModelBytes, settings: MemorySettings
 ) -> _StepBytes:
     parallel, sharded = settings.parallel, settings.is_sharded
     frozen = 0 if model.is_full else trace.weight_bytes
     # On CPUs, unsharded frozen weights are mapped pages of the files, if stored in the same form.
-    mapped = int(frozen * model.mapped_share) if on_cpu and not sharded else 0
+    mapped = int(frozen * model.mapped_share) if uses_cpu and not sharded else 0
     idle, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
-    peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
-    evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
+    peak = (trace.heap_peak_bytes if uses_cpu else trace.peak_bytes) - mapped
+    evaluation = (trace.heap_evaluation_bytes if uses_cpu else trace.evaluation_bytes) - mapped
     if parallel.zero_stage == 3:
         peak += model.largest_gathered_unit  # the next block is prefetched
-    if not on_cpu and parallel.offload_params == "cpu":
+    if not uses_cpu and parallel.offload_params == "cpu":
         # Shards stay on the host; gathered weights count as activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
         waiting = idle - kept
-        on_host = waiting + _pinned_extra_bytes(trace.shards, model.is_full)
+        on_host = waiting + _extra_pinned_bytes(trace.shards, model.is_full)
         return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, on_host)
-    if not on_cpu and parallel.offload_optimizer == "cpu":
+    if not uses_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
         rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
         return _StepBytes(
@@ -278,7 +278,7 @@ def _deepspeed_extra_pinned_bytes(trace: TraceReport, stage: int | None) -> int:
     return 2 * next_power_of_two(copy) - copy
 
 
-def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
+def _extra_pinned_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     """Return the bytes that pinned blocks take beyond this rank's weight shards and gradients.
 
     ``shards``: how many weights have each size in bytes. Weights share blocks, but FSDP2 asks for a
@@ -349,17 +349,17 @@ def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
 
 
 def limit_tokens_by_host(
-    most: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
+    maximum: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
 ) -> tuple[int, Literal["", "GPU", "node"]]:
-    """Limit ``most`` tokens to those whose offloaded block inputs fit a node; name what limits.
+    """Limit ``maximum`` tokens to those whose offloaded block inputs fit a node; name what limits.
 
     ``moved_bytes``: offloaded bytes of ``tokens`` on each rank. If 0, no limit is named.
     """
     if not moved_bytes:
-        return most, ""
+        return maximum, ""
     steady = steady_phase(phases)
     on_host = max(0, tokens + tokens * _spare_host_bytes(steady, machine) // moved_bytes)
-    return (on_host, "node") if on_host < most else (most, "GPU")
+    return (on_host, "node") if on_host < maximum else (maximum, "GPU")
 
 
 def tokens_that_fit(
@@ -394,7 +394,7 @@ def _find_longest_row_len(left_bytes_at: Callable[[int], int], left: dict[int, i
     search interpolates linearly, and bisects when this approaches from one side only. The heap's
     size is partly chance: beyond a length that does not fit, a longer one may.
     """
-    most = longer = max(left)
+    maximum = longer = max(left)
     shorter = longer // 64
     if shorter == 0 or left_bytes_at(shorter) < 0:
         return 0
@@ -409,7 +409,7 @@ def _find_longest_row_len(left_bytes_at: Callable[[int], int], left: dict[int, i
         left[length] = left_bytes_at(length)
         fit.append(left[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
-    while longer < (above := shorter * 11 // 10) < most and left_bytes_at(above) >= 0:
+    while longer < (above := shorter * 11 // 10) < maximum and left_bytes_at(above) >= 0:
         shorter = above
     return shorter
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from hpc_tune.config.constraints import why_not_compiled
+from hpc_tune.config.constraints import find_compile_obstacle
 from hpc_tune.config.init import PlannedSizes
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
@@ -32,7 +32,7 @@ from hpc_tune.model.experts import (
 from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.plan.hardware import USUAL_DEVICE, USUAL_HOST, Machine
+from hpc_tune.plan.hardware import USUAL_DEVICE_BYTES, USUAL_HOST_BYTES, Machine
 from hpc_tune.plan.memory_model import (
     MemorySettings,
     ModelBytes,
@@ -69,7 +69,7 @@ from hpc_tune.plan.trace import (
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import NUM_MOMENTS, ModelSize, measure
-from hpc_tune.units import count_of, format_bytes, format_count
+from hpc_tune.units import format_bytes, format_count, format_quantity
 
 # -- Remedies for a run that does not fit: settings, each planned before it is advised.
 
@@ -82,12 +82,12 @@ _SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that are est
 class Remedy:
     """Something that would help. ``changes``: its settings, empty if it is not a setting.
 
-    ``shrinks`` names the setting among them whose lower values are more likely to fit.
+    ``shrinkable_setting`` names the setting among them whose lower values are more likely to fit.
     """
 
     text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    shrinks: str | None = None
+    shrinkable_setting: str | None = None
 
 
 def phase_fits(phase: PhaseMemory, machine: Machine) -> bool:
@@ -113,7 +113,7 @@ def describe_sufficient_remedies(
         if found is None:
             not_enough.append(remedy)
         else:
-            enough.append(_changes_in_words(remedy, found))
+            enough.append(_describe_changes(remedy, found))
     others = [remedy.text for remedy in remedies if not remedy.changes]
     others += [f"{remedy.text} (not checked)" for remedy in unchecked]
     if enough or not not_enough:
@@ -128,23 +128,23 @@ def describe_sufficient_remedies(
 
 def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of a remedy, then the same with lower values of the one that shrinks."""
-    if remedy.shrinks is None:
+    if remedy.shrinkable_setting is None:
         yield remedy.changes
         return
-    most, tried = remedy.changes[remedy.shrinks], set()
+    most, tried = remedy.changes[remedy.shrinkable_setting], set()
     for share in _SHRINK_SHARES:
         value = max(1, int(most * share))
         if value not in tried:
             tried.add(value)
-            yield {**remedy.changes, remedy.shrinks: value}
+            yield {**remedy.changes, remedy.shrinkable_setting: value}
 
 
-def _changes_in_words(remedy: Remedy, changes: Mapping[str, Any]) -> str:
-    if remedy.shrinks is None:
+def _describe_changes(remedy: Remedy, changes: Mapping[str, Any]) -> str:
+    if remedy.shrinkable_setting is None:
         return remedy.text
     return remedy.text.replace(
-        f"{remedy.shrinks}={remedy.changes[remedy.shrinks]}",
-        f"{remedy.shrinks}={changes[remedy.shrinks]}",
+        f"{remedy.shrinkable_setting}={remedy.changes[remedy.shrinkable_setting]}",
+        f"{remedy.shrinkable_setting}={changes[remedy.shrinkable_setting]}",
     )
 
 
@@ -153,7 +153,7 @@ def _format_settings(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
+def find_remedies(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
     """Return remedies that may help for the phases that do not fit."""
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not phase_fits(phase, machine)}
@@ -174,7 +174,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             rows = plan.tokens_that_fit // plan.seq_len
             name = "batch.micro_size"
             text = f"steady: {name}={rows} instead of {plan.micro_rows}"
-            advice.append(Remedy(text, {name: rows}, shrinks=name))
+            advice.append(Remedy(text, {name: rows}, shrinkable_setting=name))
         if parallel.recompute != "full":
             text = "steady: parallel.recompute=full keeps only each block's input"
             advice.append(Remedy(text, {"parallel.recompute": "full"}))
@@ -186,7 +186,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             if plan.micro_rows > 1:
                 changes["batch.micro_size"] = 1
                 text += ", with batch.micro_size=1"
-            advice.append(Remedy(text, changes, shrinks=name))
+            advice.append(Remedy(text, changes, shrinkable_setting=name))
         if not advice:
             advice += _shrink_state_remedies(parallel, tune, machine)
     if Phase.COMPILE in bad and Phase.STEADY not in bad:
@@ -305,16 +305,16 @@ def make_plan(
         DataError: if it is no causal LM, or its files are damaged.
     """
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
-    micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
-    dtype, seq_len = planned_dtype(model.dtype, on_gpu), config.data.seq_len
+    micro_rows, uses_gpu = min_micro_rows(batch), machine.device_bytes is not None
+    dtype, seq_len = planned_dtype(model.dtype, uses_gpu), config.data.seq_len
     with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
-        built = shape.build()
-        size = measure(built.module, config.optim.is_8bit)
-        has_experts = is_mixture_of_experts(built.module)
-        if on_gpu and not why_not_compiled(config.parallel, tune, train, has_experts):
+        built_model = shape.build()
+        size = measure(built_model.module, config.optim.is_8bit)
+        has_experts = is_mixture_of_experts(built_model.module)
+        if uses_gpu and not find_compile_obstacle(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
-        asked = resolve_row_pieces(config.parallel, tune, train, seq_len, built.module)
-        resolved = resolve(asked, size, built.config, machine)
+        request = resolve_row_pieces(config.parallel, tune, train, seq_len, built_model.module)
+        resolved = resolve(request, size, built_model.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(
             resolved.parallel,
@@ -323,14 +323,18 @@ def make_plan(
             _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
             *(save, tune.form, tune.has_reference),
-            _num_groups(resolved, trains_tied=size.is_fully_trained and built.tied is not None),
+            _num_groups(
+                resolved, trains_tied=size.is_fully_trained and built_model.tied_name is not None
+            ),
         )
         what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, needs_mask)
-        is_deep = size.blocks(built.config) > _MAX_FULLY_TRACED_BLOCKS
+        step = _with_kernels(
+            TracedStep(shape, *what), built_model, train.compiles, uses_gpu, needs_mask
+        )
+        is_deep = size.blocks(built_model.config) > _MAX_FULLY_TRACED_BLOCKS
         trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
         report = adapt_to_deepspeed_zero(trace_worst_rank(trace, step), resolved)
-        model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
+        model_bytes = _model_bytes(shape, built_model, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_bytes_at(rows: int, length: int, of_step: int) -> int:
@@ -353,21 +357,24 @@ def make_plan(
         report,
         *(phases, tokens, [], bound_by),
     )
-    return replace(plan, remedies=remedies_for(plan, settings, tune))
+    return replace(plan, remedies=find_remedies(plan, settings, tune))
 
 
-def _threads_per_rank(asked: int | Literal["auto"], machine: Machine) -> int:
-    return machine.cores_per_rank if asked == "auto" else asked
+def _threads_per_rank(request: int | Literal["auto"], machine: Machine) -> int:
+    return machine.cores_per_rank if request == "auto" else request
 
 
 def _with_kernels(
-    step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, needs_mask: bool
+    step: TracedStep, built_model: BuiltModel, is_compiled: bool, uses_gpu: bool, needs_mask: bool
 ) -> TracedStep:
-    device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
-    attention = choose_model_kernels(built.config, dtype, compiled, device).attention
-    has_kernel = attention == "varlen" and not needs_mask
+    device, dtype = None if uses_gpu else torch.device("cpu"), step.shape.dtype
+    attention = choose_model_kernels(built_model.config, dtype, is_compiled, device).attention
+    has_varlen_kernel = attention == "varlen" and not needs_mask
     return replace(
-        step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiled_attention=attention == "tiles"
+        step,
+        targets_gpu=uses_gpu,
+        has_varlen_kernel=has_varlen_kernel,
+        has_tiled_attention=attention == "tiles",
     )
 
 
@@ -377,7 +384,7 @@ def plan_to_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
         f"model   {plan.model}",
-        f"world   {count_of(machine.nodes, 'node')} x "
+        f"world   {format_quantity(machine.nodes, 'node')} x "
         f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
         f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens"
@@ -456,16 +463,16 @@ def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
 
 
 def _model_bytes(
-    shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
+    shape: ModelShape, built_model: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored, largest, mapped_share = _inspect_stored_weights(shape.directory, built)
-    trained = [p for p in built.module.parameters() if p.requires_grad]
+    stored, largest, mapped_share = _inspect_stored_weights(shape.directory, built_model)
+    trained = [p for p in built_model.module.parameters() if p.requires_grad]
     # Moments in 8 bits are saved in fp32, whatever the weights are.
     more_in_fp32 = NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes)
     return ModelBytes(
         size.trained_bytes,
         largest,
-        _max_gathered_values(built, layout) * shape.dtype.itemsize,
+        _max_gathered_values(built_model, layout) * shape.dtype.itemsize,
         size.is_fully_trained,
         mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
         other_saved_bytes=more_in_fp32 if is_8bit else 0,
@@ -473,9 +480,9 @@ def _model_bytes(
     )
 
 
-def _max_gathered_values(built: BuiltModel, layout: Layout) -> int:
+def _max_gathered_values(built_model: BuiltModel, layout: Layout) -> int:
     """Return the most values gathered at once: a block, its distributed experts, or a tensor."""
-    module, kinds = built.module, label_parameters_by_part(built.module)
+    module, kinds = built_model.module, label_parameters_by_part(built_model.module)
     spread = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
     others = [[p.numel() for p in b.parameters() if p not in spread] for b in find_blocks(module)]
     others += [[p.numel()] for p in module.parameters() if p not in spread]
@@ -485,7 +492,7 @@ def _max_gathered_values(built: BuiltModel, layout: Layout) -> int:
 
 
 def _inspect_stored_weights(
-    directory: Path, built: BuiltModel
+    directory: Path, built_model: BuiltModel
 ) -> tuple[set[torch.dtype], int, float]:
     """Return the dtypes of a model's files, the bytes of their largest tensor, and a share.
 
@@ -493,7 +500,7 @@ def _inspect_stored_weights(
     model, unlike experts that are stored one by one. Without files, all tensors but stacks of
     experts are assumed to be stored so, in the config's dtype or else in the model's.
     """
-    frozen = [p for p in built.module.parameters() if not p.requires_grad]
+    frozen = [p for p in built_model.module.parameters() if not p.requires_grad]
     num_frozen = max(1, sum(p.numel() for p in frozen))
     if any(directory.glob("*.safetensors")):
         index = index_model_directory(directory)
@@ -501,11 +508,13 @@ def _inspect_stored_weights(
         alike = sum(p.numel() for p in frozen if tuple(p.shape) in shapes)
         largest = max(map(index.bytes_of, index.stored))
         return set(index.dtypes.values()), largest, alike / num_frozen
-    dtype = getattr(built.config, "dtype", None)
-    stored = dtype if isinstance(dtype, torch.dtype) else built.dtype
-    largest = stored.itemsize * max(p.numel() for p in built.module.parameters())
+    dtype = getattr(built_model.config, "dtype", None)
+    stored = dtype if isinstance(dtype, torch.dtype) else built_model.dtype
+    largest = stored.itemsize * max(p.numel() for p in built_model.module.parameters())
     stacks = sum(
-        p.numel() for _, part in find_stacked_experts(built.module) for p in part.parameters(False)
+        p.numel()
+        for _, part in find_stacked_experts(built_model.module)
+        for p in part.parameters(False)
     )
     return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
 
@@ -524,7 +533,7 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
     It recomputes activations selectively if that fits a usual GPU, else fully.
     """
     config = load_config([str(file)], [])
-    machine = Machine(nodes, gpus, USUAL_DEVICE, USUAL_HOST)
+    machine = Machine(nodes, gpus, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES)
     log.info("planning the memory of %d x %d GPUs", nodes, gpus)
     for recompute in ("selective", "full"):
         try:
@@ -534,9 +543,9 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
             return None
         needed = [phase for phase in plan.phases if not phase.optional]
         on_device = max(phase.device_bytes for phase in needed)
-        fits = DEVICE_LIMITS.allows(on_device, USUAL_DEVICE)
+        fits = DEVICE_LIMITS.allows(on_device, USUAL_DEVICE_BYTES)
         if fits:
             break
     on_node = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in needed)
-    host_gib_per_node = -(-int(on_node / HOST_LIMITS.fits) >> 30)
-    return PlannedSizes(recompute, host_gib_per_node, on_device, USUAL_DEVICE, fits)
+    host_gib_per_node = -(-int(on_node / HOST_LIMITS.max_share) >> 30)
+    return PlannedSizes(recompute, host_gib_per_node, on_device, USUAL_DEVICE_BYTES, fits)

@@ -25,14 +25,14 @@ from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.model.build import DTYPES, BuiltModel, build
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny_model
+from hpc_tune.model.builtin import BUILTIN_TINY_MODEL, write_tiny_model
 from hpc_tune.model.config_json import (
     find_nearest_model_shape,
     model_shape_names,
     resolve_model_directory,
 )
-from hpc_tune.model.language import read_config, read_language_config, why_texts_too_long
-from hpc_tune.model.stock_reference import LAYERS
+from hpc_tune.model.language import explain_too_long_texts, read_config, read_language_config
+from hpc_tune.model.stock_reference import LAYER_COUNT_FIELDS
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import (
     Layout,
@@ -66,14 +66,14 @@ class ResolvedLayout:
 
 
 def resolve(
-    asked: ParallelConfig,
+    requested_parallel: ParallelConfig,
     size: ModelSize,
     model: Any,
     machine: Machine,
     world_size: int | None = None,
     rank: int = 0,
 ) -> ResolvedLayout:
-    """Decide what ``asked`` leaves open; the same on every rank.
+    """Decide what ``requested_parallel`` leaves open; the same on every rank.
 
     ``model`` is the transformers config. ``world_size``: if nodes have different numbers of ranks,
     it differs from the machine's.
@@ -83,12 +83,16 @@ def resolve(
             be laid out like that.
     """
     world_size = world_size or machine.world_size
-    room = machine.bytes_per_rank
+    free_bytes = machine.bytes_per_rank
     per_node = machine.ranks_per_node if machine.world_size == world_size else 1
-    layout, why = choose_layout(asked, world_size, size, room, per_node)
-    check_layout(layout, asked, model)
-    parallel = asked if asked.zero_stage is not None else with_layout(asked, layout)
-    reshard = choose_reshard(asked, size, layout, room)
+    layout, why = choose_layout(requested_parallel, world_size, size, free_bytes, per_node)
+    check_layout(layout, requested_parallel, model)
+    parallel = (
+        requested_parallel
+        if requested_parallel.zero_stage is not None
+        else with_layout(requested_parallel, layout)
+    )
+    reshard = choose_reshard(requested_parallel, size, layout, free_bytes)
     parallel = parallel.model_copy(update={"reshard": reshard})
     return ResolvedLayout(layout, why, layout.coordinates(rank), parallel, machine)
 
@@ -126,17 +130,17 @@ def choose_layout(
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline, context=parallel.context)
-    needed, room = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
-    sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
-    if needed <= room:
+    needed, free_bytes = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
+    sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
+    if needed <= free_bytes:
         return whole, f"each rank can hold its part of the model ({sizes})"
     if rest == 1:
         return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
     by_node = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
     if 1 < by_node < rest and rest % by_node == 0:
         hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
-        if (needed := static_bytes(size, hybrid)) <= room:
-            sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
+        if (needed := static_bytes(size, hybrid)) <= free_bytes:
+            sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
     return replace(whole, replicate=1, shard=rest), f"no rank can hold the model ({sizes})"
 
@@ -146,12 +150,14 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
     return parallel.model_copy(update={**asdict(layout), "layout": "simple"})
 
 
-def choose_reshard(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
-    """Return parallel.reshard with ``auto`` decided: "step" if a whole copy fits into ``room``."""
+def choose_reshard(
+    parallel: ParallelConfig, size: ModelSize, layout: Layout, free_bytes: int
+) -> str:
+    """Return parallel.reshard with ``auto`` decided: "step" if a whole copy fits into ``free_bytes``."""
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= room * STATE_SHARE else "block"
+    return "step" if static_bytes(size, whole) <= free_bytes * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
@@ -269,19 +275,19 @@ def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
     )
 
 
-def _suggest_axes(parallel: ParallelConfig, left: int) -> str:
-    """Suggest values of replicate and shard whose product is ``left``; the set ones do not fit."""
+def _suggest_axes(parallel: ParallelConfig, num_ranks: int) -> str:
+    """Suggest values of replicate and shard whose product is ``num_ranks``; the set ones do not fit."""
     given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
     given = {name: size for name, size in given.items() if size is not None}
     if len(given) == 1:
         ((name, _),) = given.items()
-        sizes = [str(size) for size in range(1, left + 1) if left % size == 0]
+        sizes = [str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         return f"or set parallel.{name} to {' or '.join(sizes)}, or leave it out (=null)"
     other = {"replicate": "shard", "shard": "replicate"}
     options = [
-        f"parallel.{other[name]}={left // size} with parallel.{name}={size}"
+        f"parallel.{other[name]}={num_ranks // size} with parallel.{name}={size}"
         for name, size in reversed(given.items())
-        if left % size == 0
+        if num_ranks % size == 0
     ]
     options += ["neither (both =null): they are then chosen to fit memory"]
     return f"or set {', or '.join(options)}"
@@ -322,7 +328,7 @@ class ModelShape:
         part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
         name, before = _find_num_blocks(text)
         for key, value in list(part.items()):
-            if key in LAYERS:  # another name of the same number
+            if key in LAYER_COUNT_FIELDS:  # another name of the same number
                 del part[key]
             elif isinstance(value, list) and len(value) == before:
                 part[key] = [value[n % before] for n in range(num_blocks)]
@@ -331,12 +337,12 @@ class ModelShape:
         return replace(self, directory=directory)
 
 
-def why_rows_too_long(model: ModelConfig, seq_len: int) -> Iterator[str]:
+def explain_too_long_rows(model: ModelConfig, seq_len: int) -> Iterator[str]:
     """Yield why rows are too long for the model's positions, if they are."""
     scaling, texts = model.rope_scaling, f"data.seq_len={seq_len} tokens"
     with open_shape(model.path, torch.float32, TuneConfig(), 0, scaling) as shape:
         config = read_language_config(shape.directory, scaling)
-        if too_long := why_texts_too_long(config, shape.directory, scaling, seq_len, texts):
+        if too_long := explain_too_long_texts(config, shape.directory, scaling, seq_len, texts):
             yield too_long
 
 
@@ -347,13 +353,13 @@ def _find_num_blocks(config: Any) -> tuple[str, int]:
     layers), and transformers before 5.18 stores it too.
     """
     fields = config.to_dict()
-    names = ("num_layers", *LAYERS)
+    names = ("num_layers", *LAYER_COUNT_FIELDS)
     return next((name, fields[name]) for name in names if isinstance(fields.get(name), int))
 
 
-def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:
+def planned_dtype(name: str, uses_gpu: bool) -> torch.dtype:
     """Return the dtype that ``model.dtype`` is planned with: auto is bf16 on a GPU, else fp32."""
-    return DTYPES[("bf16" if on_gpu else "fp32") if name == "auto" else name]
+    return DTYPES[("bf16" if uses_gpu else "fp32") if name == "auto" else name]
 
 
 @contextlib.contextmanager
@@ -369,7 +375,7 @@ def open_shape(
     Raises:
         ConfigError: if there is no such shape.
     """
-    if path != BUILTIN_TINY:
+    if path != BUILTIN_TINY_MODEL:
         directory = resolve_model_directory(path)
         if not directory.is_dir():
             raise ConfigError(

@@ -259,56 +259,62 @@ def step_time(
     plan = StepPlan(layout, parallel, work.size, work.model, work.itemsize)
     speedup = min(compute.sharing, len(network.nodes) / layout.size)
     rows = layout.rows_per_rank(work.global_rows)
-    num_micro = math.ceil(rows / micro_rows)
-    tokens = plan.num_own_tokens(min(micro_rows, rows) * work.seq_len)
-    placed = _RankLayout(layout, ranks, network, compute.sync_s)
+    num_micro_batches = math.ceil(rows / micro_rows)
+    tokens = plan.num_local_tokens(min(micro_rows, rows) * work.seq_len)
+    placement = _RankLayout(layout, ranks, network, compute.sync_s)
     kinds = _representative_ranks(plan)
     waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
     stages_s = [stage_s / speedup for stage_s in _stages_s(plan, tokens, compute)]
-    micro = [(tokens, tokens)]
-    gathers = partial(_gathering_s, plan, placed, num_micro, compute.unshard_s)
+    micro_tokens = [(tokens, tokens)]
+    gathers = partial(_gathering_s, plan, placement, num_micro_batches, compute.unshard_s)
     begin_s = 0.0
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch arrives, so stages gather in turn.
         alone = max(speedup, min(compute.sharing, speedup * layout.pipeline))
         begin_s = sum(gathers(kind, alone) for kind in kinds)
     else:
-        waits_s = {kind: gathers(kind, speedup) / num_micro for kind in waits_s}
+        waits_s = {kind: gathers(kind, speedup) / num_micro_batches for kind in waits_s}
     if compute.overlaps:
         # The next block is gathered while one computes; nothing hides the first block's gather.
         hidden_s = sum(stages_s) / len(stages_s)
         waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
-        waits_s[kind] += placed.serial_messages_s(tensor_messages(plan, micro, pp_rank=kind))
-        waits_s[kind] += placed.serial_messages_s(expert_messages(plan, micro, pp_rank=kind))
-        waits_s[kind] += placed.serial_messages_s(context_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placement.serial_messages_s(
+            tensor_messages(plan, micro_tokens, pp_rank=kind)
+        )
+        waits_s[kind] += placement.serial_messages_s(
+            expert_messages(plan, micro_tokens, pp_rank=kind)
+        )
+        waits_s[kind] += placement.serial_messages_s(
+            context_messages(plan, micro_tokens, pp_rank=kind)
+        )
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
-        placed.stage_hops_s(plan.num_activation_values(micro) * plan.activation_itemsize),
-        num_micro,
+        placement.stage_hops_s(plan.num_activation_values(micro_tokens) * plan.activation_itemsize),
+        num_micro_batches,
         parallel.stages_per_rank,
     )
     sharing = compute.sharing / speedup
-    reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
-    if plan.only_replicates:
+    reducing_s = max(_reducing_s(plan, placement, num_micro_batches, kind) for kind in {*kinds})
+    if plan.has_only_replicas:
         # The last backward pass, two thirds of a micro-batch's time, hides the reduction, except
         # that of the last piece.
         num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_PIECE_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
-    reducing_s += _NUM_SMALL_ALL_REDUCES * placed.sync_time_s(layout.size)
+    reducing_s += _NUM_SMALL_ALL_REDUCES * placement.sync_time_s(layout.size)
     update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / speedup
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
     return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
 
 
 def tensor_axis_time(
-    plan: StepPlan, ranks: Sequence[int], network: Network, micro: MicroTokens
+    plan: StepPlan, ranks: Sequence[int], network: Network, micro_tokens: MicroTokens
 ) -> TensorAxisTime:
     """Return the time of a micro-batch's messages on the tensor axis, of all decoder blocks."""
-    placed = _RankLayout(plan.layout, ranks, network, 1.0)
-    messages = [*tensor_messages(plan, [micro])]
-    return TensorAxisTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))
+    placement = _RankLayout(plan.layout, ranks, network, 1.0)
+    messages = [*tensor_messages(plan, [micro_tokens])]
+    return TensorAxisTime(sum(map(placement.transfer_s, messages)), sum(m.times for m in messages))
 
 
 @dataclass(frozen=True)
@@ -323,8 +329,8 @@ class _RankLayout:
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         has_two_ranks = axes == FIRST_AND_LAST_STAGE
         groups = self.layout.groups(*(("pipeline",) if has_two_ranks else axes))
-        placed = [[self.ranks[position] for position in group] for group in groups]
-        return [[group[0], group[-1]] for group in placed] if has_two_ranks else placed
+        placement = [[self.ranks[position] for position in group] for group in groups]
+        return [[group[0], group[-1]] for group in placement] if has_two_ranks else placement
 
     def transfer_s(self, message: Message, speedup: float = 1.0) -> float:
         """Return the seconds of a message's bytes; ``speedup``: see ``Network.collective_s``."""
@@ -366,13 +372,13 @@ class _PipelineTime:
     stages_s: list[float]
     waits_s: list[float]
     stage_hops_s: list[float]
-    num_micro: int
+    num_micro_batches: int
     stages_per_rank: int
 
     @property
     def computing_s(self) -> float:
         """Seconds of compute of a rank, on average."""
-        return self.num_micro * sum(self.stages_s) / len(self.stages_s)
+        return self.num_micro_batches * sum(self.stages_s) / len(self.stages_s)
 
     def seconds(self, sharing: float) -> float:
         """Return the total, given that a rank is up to ``sharing`` times as fast while others wait.
@@ -381,13 +387,13 @@ class _PipelineTime:
         (arXiv:2104.04473).
         """
         if len(self.stages_s) == 1:
-            return self.computing_s + self.num_micro * self.waits_s[0]
+            return self.computing_s + self.num_micro_batches * self.waits_s[0]
         stages = [sum(both) for both in zip(self.stages_s, self.waits_s, strict=True)]
         slowest = max(stages)
-        steady_s = (self.num_micro - 1) * max(slowest / sharing, *self.stage_hops_s)
+        steady_s = (self.num_micro_batches - 1) * max(slowest / sharing, *self.stage_hops_s)
         fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / sharing
         path_s = steady_s + fill_s + 2 * sum(self.stage_hops_s)
-        return max(path_s, self.num_micro * sum(stages) / len(stages))
+        return max(path_s, self.num_micro_batches * sum(stages) / len(stages))
 
     def messages_s(self, sharing: float) -> float:
         """Return how much shorter ``seconds`` would be if messages took no time."""
@@ -400,7 +406,7 @@ def _representative_ranks(plan: StepPlan) -> list[int]:
     first: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
     alike = [
-        (rank == 0, rank == last, len(plan.rank_blocks(rank)), *plan.rank_weights(rank))
+        (rank == 0, rank == last, len(plan.blocks_of_rank(rank)), *plan.weights_of_rank(rank))
         for rank in range(plan.layout.pipeline)
     ]
     return [first.setdefault(of_rank, rank) for rank, of_rank in enumerate(alike)]
@@ -408,7 +414,7 @@ def _representative_ranks(plan: StepPlan) -> list[int]:
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    blocks = [len(plan.rank_blocks(rank)) for rank in range(plan.layout.pipeline)]
+    blocks = [len(plan.blocks_of_rank(rank)) for rank in range(plan.layout.pipeline)]
     stages = [num * compute.block_s for num in blocks]
     stages[-1] += compute.head_s
     return [
@@ -437,8 +443,8 @@ def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute
 
 def _gathering_s(
     plan: StepPlan,
-    placed: _RankLayout,
-    num_micro: int,
+    placement: _RankLayout,
+    num_micro_batches: int,
     unshard_s: float,
     pp_rank: int,
     speedup: float,
@@ -447,23 +453,25 @@ def _gathering_s(
 
     ``speedup``: speedup of the processors over the measurement, in which all ranks gathered.
     """
-    messages = [*weight_messages(plan, num_micro, pp_rank)]
+    messages = [*weight_messages(plan, num_micro_batches, pp_rank)]
     if not messages or plan.layout.shard == 1:
         return 0.0
     copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / speedup
     times = plan.num_fsdp_units(pp_rank) * max(m.times for m in messages)
-    waiting_s = times * placed.sync_time_s(plan.layout.shard)
-    return copying_s + sum(placed.transfer_s(m, speedup) for m in messages) + waiting_s
+    waiting_s = times * placement.sync_time_s(plan.layout.shard)
+    return copying_s + sum(placement.transfer_s(m, speedup) for m in messages) + waiting_s
 
 
-def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, pp_rank: int) -> float:
+def _reducing_s(
+    plan: StepPlan, placement: _RankLayout, num_micro_batches: int, pp_rank: int
+) -> float:
     """Return the seconds in which a step's gradients are reduced.
 
     Sharded gradients are reduced unit by unit; all others of the same ranks in one message.
     """
-    messages = [*gradient_messages(plan, num_micro, pp_rank)]
+    messages = [*gradient_messages(plan, num_micro_batches, pp_rank)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}
     for m in messages:
         num_units = plan.num_fsdp_units(pp_rank) if m.axes in _FSDP_REDUCTION_AXES else 1
-        waits[m.kind, m.axes] = m.times * num_units * placed.sync_time_s(m.ranks)
-    return sum(map(placed.transfer_s, messages)) + sum(waits.values())
+        waits[m.kind, m.axes] = m.times * num_units * placement.sync_time_s(m.ranks)
+    return sum(map(placement.transfer_s, messages)) + sum(waits.values())

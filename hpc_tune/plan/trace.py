@@ -35,14 +35,14 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.activation_checkpoint import disable_dispatch_modes
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, print_line
-from hpc_tune.memory.host import MAX_KEPT_BLOCK_BYTES, MIN_RETURNED_BLOCK_BYTES
+from hpc_tune.memory.host import MAX_CACHED_BLOCK_BYTES, MIN_RETURNED_BLOCK_BYTES
 from hpc_tune.model import grouped_matmul, tiled_attention
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import resolve_model_directory
@@ -58,7 +58,7 @@ from hpc_tune.plan.resolve import (
     resolve,
     resolve_row_pieces,
 )
-from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute, simulate_attention_scratch
+from hpc_tune.plan.traced_memory import TracedMemory, replace_attribute, simulate_attention_scratch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
@@ -71,7 +71,7 @@ ROW_MARGIN = 1.125
 TYPICAL_DOCUMENT_TOKENS = 128  # about the length of instruction data (Alpaca's rows: 107)
 ASSUMED_DEVICE_BYTES = 80 << 30  # assumed per rank to choose a layout
 # A mesh looks up its rank in a tensor; DTensor gets the shapes of its results from whole tensors.
-_OUTSIDE_FAKE_MODE = (
+_REAL_MODE_METHODS = (
     (DeviceMesh, "__init__"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
@@ -133,8 +133,8 @@ class TracedStep:
 
     Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; a step of all ranks has
     ``global_rows``. Every token has a loss, and attention has the mask of packed rows: the most
-    memory that a batch can need. ``for_gpu``: logits at once, padding and copies are those of a
-    GPU, else of a CPU. ``has_kernel``: attention needs no mask for packed documents, here of
+    memory that a batch can need. ``targets_gpu``: logits at once, padding and copies are those of a
+    GPU, else of a CPU. ``has_varlen_kernel``: attention needs no mask for packed documents, here of
     ``TYPICAL_DOCUMENT_TOKENS`` tokens. ``has_tiled_attention``: the same for a CPU's tiled
     attention, with one document per row.
     """
@@ -147,8 +147,8 @@ class TracedStep:
     micro_rows: int
     seq_len: int
     rank: int = 0
-    for_gpu: bool = True
-    has_kernel: bool = False
+    targets_gpu: bool = True
+    has_varlen_kernel: bool = False
     has_tiled_attention: bool = False
 
     @property
@@ -182,21 +182,23 @@ def trace_step(step: TracedStep) -> TraceReport:
             the scaling of positions do not fit the model.
     """
     began_s = time.perf_counter()
-    built, layout = step.shape.build(), step.layout
-    most = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_KEPT_BLOCK_BYTES
+    built_model, layout = step.shape.build(), step.layout
+    most = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_CACHED_BLOCK_BYTES
     memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    plan = StepPlan.for_model(built, layout, step.parallel)
+    plan = StepPlan.for_model(built_model, layout, step.parallel)
     world, experts = _fake_world(step.rank, layout.size), loop_over_fp32_experts()
     with world, experts, fake, memory.watch(), _allocate_as_on_device(step):
-        engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
+        engine = make_fake_engine(
+            built_model, EngineSettings(plan, DEVICE, step.optim), step.targets_gpu
+        )
         engine.inputs.counts_only = True
-        engine.inputs.is_on = step.for_gpu and step.parallel.offload_activations
+        engine.inputs.is_on = step.targets_gpu and step.parallel.offload_activations
         for stage in engine.stages:
-            stage.module.within_documents &= step.has_tiled_attention
-            stage.module.has_kernel = step.has_kernel
+            stage.module.uses_document_attention &= step.has_tiled_attention
+            stage.module.has_varlen_kernel = step.has_varlen_kernel
             stage.module.kernel_has_windows = True
-            stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
+            stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.targets_gpu else "cpu"]
         batches = [_make_traced_batch(step) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_parallel_size
         loaded_bytes = memory.live_bytes
@@ -208,13 +210,13 @@ def trace_step(step: TracedStep) -> TraceReport:
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         kernel_bytes = memory.kernel_bytes
-        memory.begin(trimmed=True)
+        memory.begin(is_trimmed=True)
         evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
         str(layout),
         layout.size,
         step.rank,
-        plan.size.blocks(built.config),
+        plan.size.blocks(built_model.config),
         step.num_micro,
         step.parallel.reshard,
         *kinds,
@@ -237,11 +239,11 @@ def trace_step(step: TracedStep) -> TraceReport:
 def _allocate_as_on_device(step: TracedStep) -> contextlib.ExitStack:
     """Return a context in which operations allocate as much as on the step's device."""
     contexts = contextlib.ExitStack()
-    if step.has_kernel:
+    if step.has_varlen_kernel:
         contexts.enter_context(simulate_attention_scratch())
-    if not step.for_gpu:
-        padding = replaced_attribute(
-            grouped_matmul, "padding_rows_in_trace", grouped_matmul.estimate_padding_rows
+    if not step.targets_gpu:
+        padding = replace_attribute(
+            grouped_matmul, "num_padding_rows_in_trace", grouped_matmul.estimate_padding_rows
         )
         contexts.enter_context(padding)
     return contexts
@@ -314,9 +316,9 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with contextlib.ExitStack() as changes:
-            for owner, name in _OUTSIDE_FAKE_MODE:
+            for owner, name in _REAL_MODE_METHODS:
                 changes.enter_context(
-                    replaced_attribute(owner, name, without_dispatch_modes(getattr(owner, name)))
+                    replace_attribute(owner, name, disable_dispatch_modes(getattr(owner, name)))
                 )
             yield
     finally:
@@ -324,24 +326,24 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def make_fake_engine(
-    built: BuiltModel, settings: EngineSettings, for_gpu: bool = True
+    built_model: BuiltModel, settings: EngineSettings, targets_gpu: bool = True
 ) -> NativeEngine:
     """Return an engine of a fake world, in fake mode. On CPUs, messages are sent as with gloo."""
-    collectives = _FakeCollectives(DEVICE, like_gloo=not for_gpu)
-    return NativeEngine(built, settings, make_fake_mesh(settings), collectives)
+    collectives = _FakeCollectives(DEVICE, mimics_gloo=not targets_gpu)
+    return NativeEngine(built_model, settings, make_fake_mesh(settings), collectives)
 
 
 def make_fake_mesh(settings: EngineSettings) -> Mesh:
     """Return the groups of a fake world. Made outside fake mode: a mesh reads tensor values."""
     layout, device, uses_fsdp = settings.layout, settings.device, settings.plan.uses_fsdp
-    mesh: Mesh = without_dispatch_modes(Mesh)(layout, device, uses_fsdp)
+    mesh: Mesh = disable_dispatch_modes(Mesh)(layout, device, uses_fsdp)
     return mesh
 
 
 class _FakeCollectives(CountedCollectives):
-    def __init__(self, device: torch.device, like_gloo: bool) -> None:
+    def __init__(self, device: torch.device, mimics_gloo: bool) -> None:
         super().__init__(device)
-        self._like_gloo = like_gloo
+        self._mimics_gloo = mimics_gloo
 
     def begin_send(self, tensor: torch.Tensor, target: int, group: Any) -> Any:
         self.count("send", tensor.nbytes)
@@ -349,7 +351,7 @@ class _FakeCollectives(CountedCollectives):
 
     def all_gather_uncounted(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
         """Gather; as gloo does, hold a copy of the whole result until done."""
-        copy = torch.empty_like(out) if self._like_gloo else None
+        copy = torch.empty_like(out) if self._mimics_gloo else None
         done = super().all_gather_uncounted(out, part, *how)
         del copy
         return done
@@ -372,19 +374,21 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
             "parallel.shard, which holds as much per rank as stage 3"
         )
-    dtype = planned_dtype(config.model.dtype, on_gpu=True)
+    dtype = planned_dtype(config.model.dtype, uses_gpu=True)
     model, directory = config.model, resolve_model_directory(config.model.path)
     shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
-    built, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
+    built_model, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
     sections = (config.parallel, config.tune, config.train)
-    asked = resolve_row_pieces(*sections, config.data.seq_len, built.module)
-    resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
+    asked = resolve_row_pieces(*sections, config.data.seq_len, built_model.module)
+    resolved = resolve(
+        asked, measure(built_model.module, config.optim.is_8bit), built_model.config, machine
+    )
     size = (config.batch.global_size, min_micro_rows(config.batch), config.data.seq_len)
-    kernels = choose_model_kernels(built.config, dtype, config.train.compiles)
+    kernels = choose_model_kernels(built_model.config, dtype, config.train.compiles)
     return TracedStep(
         *(shape, resolved.layout, resolved.parallel, config.optim),
         *size,
-        has_kernel=kernels.attention == "varlen",
+        has_varlen_kernel=kernels.attention == "varlen",
     )
 
 
@@ -396,10 +400,10 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
 # python -m hpc_tune.plan.trace CONFIG --world 16 model.path=shape:llama3-70b
 
 
-_FEW_BLOCKS = (8, 12)
-_FEW_STAGE_BLOCKS = (2, 4)
+_SAMPLE_BLOCK_COUNTS = (8, 12)
+_SAMPLE_STAGE_BLOCK_COUNTS = (2, 4)
 # A CPU's attention is traced tile by tile.
-_MAX_TRACED_TOKENS, _FEW_TOKENS = 1 << 14, 2048
+_MAX_TRACED_TOKENS, _SAMPLE_TOKENS = 1 << 14, 2048
 
 
 def trace_few_blocks(step: TracedStep) -> TraceReport:
@@ -408,12 +412,16 @@ def trace_few_blocks(step: TracedStep) -> TraceReport:
     Stages are assumed to be equally deep.
     """
     stages = step.layout.pipeline * step.parallel.stages_per_rank
-    few, more = (stages * n for n in (_FEW_STAGE_BLOCKS if stages > 1 else _FEW_BLOCKS))
+    few, more = (
+        stages * n for n in (_SAMPLE_STAGE_BLOCK_COUNTS if stages > 1 else _SAMPLE_BLOCK_COUNTS)
+    )
     began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
     with tempfile.TemporaryDirectory() as folder:
         shapes = (step.shape.with_blocks(blocks, Path(folder)) for blocks in (few, more))
-        low, high = (trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes)
-    report = _extrapolate(low, high, ratio=(num_blocks - few) / (more - few))
+        low_report, high_report = (
+            trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes
+        )
+    report = _extrapolate(low_report, high_report, ratio=(num_blocks - few) / (more - few))
     trace_s = time.perf_counter() - began_s
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 
@@ -441,15 +449,15 @@ def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
         return trace(step)
     global_rows = step.num_micro * step.layout.data_parallel_size
     one_row = dataclasses.replace(step, micro_rows=1, global_rows=global_rows)
-    few = min(length, _FEW_TOKENS)
-    low = trace(dataclasses.replace(one_row, seq_len=few))
-    high = trace(dataclasses.replace(one_row, seq_len=2 * few))
-    report = _extrapolate(low, high, ratio=(rows * length - few) / few)
-    return dataclasses.replace(report, trace_s=low.trace_s + high.trace_s)
+    few = min(length, _SAMPLE_TOKENS)
+    low_report = trace(dataclasses.replace(one_row, seq_len=few))
+    high_report = trace(dataclasses.replace(one_row, seq_len=2 * few))
+    report = _extrapolate(low_report, high_report, ratio=(rows * length - few) / few)
+    return dataclasses.replace(report, trace_s=low_report.trace_s + high_report.trace_s)
 
 
-def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
-    """Extrapolate linearly to the report ``ratio`` times as far from ``low`` as ``high`` is.
+def _extrapolate(low_report: TraceReport, high_report: TraceReport, ratio: float) -> TraceReport:
+    """Extrapolate linearly to the report ``ratio`` times as far from ``low_report`` as ``high_report`` is.
 
     Each part of a step is extrapolated by itself, since the peaks of some grow and others do not.
     """
@@ -458,21 +466,27 @@ def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceRepo
         return round(at_low + ratio * (at_high - at_low))
 
     extended: dict[str, Any] = {
-        name: extend(getattr(low, name), getattr(high, name))
-        for name in dataclasses.asdict(low)
+        name: extend(getattr(low_report, name), getattr(high_report, name))
+        for name in dataclasses.asdict(low_report)
         if name.endswith("_bytes")
     }
     parts = {
-        part: (extend(peak, high.parts[part][0]), extend(heap_peak, high.parts[part][1]))
-        for part, (peak, heap_peak) in low.parts.items()
+        part: (
+            extend(peak, high_report.parts[part][0]),
+            extend(heap_peak, high_report.parts[part][1]),
+        )
+        for part, (peak, heap_peak) in low_report.parts.items()
     }
-    sizes = sorted({*low.shards, *high.shards})
-    shards = {size: extend(low.shards.get(size, 0), high.shards.get(size, 0)) for size in sizes}
+    sizes = sorted({*low_report.shards, *high_report.shards})
+    shards = {
+        size: extend(low_report.shards.get(size, 0), high_report.shards.get(size, 0))
+        for size in sizes
+    }
     peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
     kinds = ("weight", "adapter", "gradient", "optimizer")
     extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
     others = {"peak_bytes": peak_bytes, "parts": parts, "shards": shards}
-    return dataclasses.replace(low, **extended | others)
+    return dataclasses.replace(low_report, **extended | others)
 
 
 def trace_worst_rank(trace: TraceFunction, step: TracedStep) -> TraceReport:

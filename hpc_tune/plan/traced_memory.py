@@ -54,14 +54,14 @@ class Heap:
         self._trims = trims
         self._end = 0  # everything after it is free
         self._pages, self._num_pages = bytearray(), 0  # 1 for each used page, and their number
-        self._left: list[int] = []
+        self._leftovers: list[int] = []
         self._sizes: dict[int, int] = {}  # of blocks in use and kept blocks
-        self._kept: dict[int, list[int]] = defaultdict(list)
-        self._fast: list[int] = []  # small free blocks that are merged later
+        self._cached_blocks: dict[int, list[int]] = defaultdict(list)
+        self._fast_bin_blocks: list[int] = []  # small free blocks that are merged later
         self._holes: dict[int, int] = {}  # start -> size
         self._starts: dict[int, int] = {}  # end -> start
-        self._by_size: list[tuple[int, int]] = []
-        self._freed: list[tuple[int, ...]] = []  # since the last allocation
+        self._holes_by_size: list[tuple[int, int]] = []
+        self._freed_blocks: list[tuple[int, ...]] = []  # since the last allocation
 
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
@@ -74,14 +74,14 @@ class Heap:
         return tuple(map(self._allocate_small, SMALL_OBJECT_BYTES))
 
     def _release(self) -> None:
-        for blocks in sorted(self._freed, reverse=True):
+        for blocks in sorted(self._freed_blocks, reverse=True):
             for block in blocks:
                 self._free_block(block)
-        self._freed.clear()
+        self._freed_blocks.clear()
 
     def allocate_permanent(self, num_bytes: int) -> None:
         """Allocate a small object that stays until ``trim``, so that its neighbors do not merge."""
-        self._left.append(self._allocate_small(num_bytes))
+        self._leftovers.append(self._allocate_small(num_bytes))
 
     @property
     def resident_bytes(self) -> int:
@@ -91,9 +91,9 @@ class Heap:
     def trim(self) -> None:
         """Free the permanent objects, and return all free pages to the kernel (``malloc_trim``)."""
         self._release()
-        for block in self._left:
+        for block in self._leftovers:
             self._free_block(block)
-        self._left.clear()
+        self._leftovers.clear()
         self._join_fast_bins()
         self.reach = self._end
         self._pages, self._num_pages = bytearray(), 0
@@ -104,7 +104,7 @@ class Heap:
         """Return whether a block fits without growing the heap; malloc checks this before mmap."""
         self._release()
         self._join_fast_bins()
-        largest = self._by_size[-1][0] if self._by_size else 0
+        largest = self._holes_by_size[-1][0] if self._holes_by_size else 0
         behind = 0 if self._trims else self.reach - self._end
         needed = _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
         return max(largest, behind) >= needed
@@ -118,11 +118,11 @@ class Heap:
 
     def free(self, blocks: tuple[int, ...]) -> None:
         """Free what ``allocate`` returned."""
-        self._freed.append(blocks)
+        self._freed_blocks.append(blocks)
 
     def _allocate_small(self, num_bytes: int) -> int:
         size = _heap_block_size(num_bytes)
-        kept = self._kept[size]
+        kept = self._cached_blocks[size]
         block = kept.pop() if kept else self._allocate_block(size)
         self._mark_pages_used(block, size)
         return block
@@ -149,15 +149,15 @@ class Heap:
         """Return a block of ``size`` or slightly more: from the smallest hole, or the end."""
         if size >= _MIN_LARGE_BYTES:
             self._join_fast_bins()
-        at = bisect_left(self._by_size, (size, -1))
-        if at == len(self._by_size) and self._fast:
+        at = bisect_left(self._holes_by_size, (size, -1))
+        if at == len(self._holes_by_size) and self._fast_bin_blocks:
             self._join_fast_bins()
-            at = bisect_left(self._by_size, (size, -1))
-        if at == len(self._by_size):
+            at = bisect_left(self._holes_by_size, (size, -1))
+        if at == len(self._holes_by_size):
             start, self._end = self._end, self._end + size
             self.reach = max(self.reach, self._end)
         else:
-            start = self._by_size[at][1]
+            start = self._holes_by_size[at][1]
             rest = self._remove_hole(start) - size
             if rest < _MIN_BLOCK_BYTES:
                 size += rest
@@ -168,20 +168,20 @@ class Heap:
 
     def _free_block(self, block: int) -> None:
         size = self._sizes[block]
-        kept = self._kept[size]
+        kept = self._cached_blocks[size]
         if size <= _MAX_CACHED_BYTES and len(kept) < _NUM_CACHED_PER_SIZE:
             kept.append(block)
         elif size <= _MAX_FAST_BIN_BYTES:
-            self._fast.append(block)
+            self._fast_bin_blocks.append(block)
         else:
             self._make_hole(block)
             if size > _CONSOLIDATION_BYTES:
                 self._join_fast_bins()
 
     def _join_fast_bins(self) -> None:
-        for block in self._fast:
+        for block in self._fast_bin_blocks:
             self._make_hole(block)
-        self._fast.clear()
+        self._fast_bin_blocks.clear()
 
     def _make_hole(self, block: int) -> None:
         """Turn a block into a hole, merged with adjacent holes, or into part of the free end."""
@@ -202,12 +202,12 @@ class Heap:
 
     def _add_hole(self, start: int, size: int) -> None:
         self._holes[start], self._starts[start + size] = size, start
-        insort(self._by_size, (size, start))
+        insort(self._holes_by_size, (size, start))
 
     def _remove_hole(self, start: int) -> int:
         size = self._holes.pop(start)
         del self._starts[start + size]
-        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._holes_by_size[bisect_left(self._holes_by_size, (size, start))]
         return size
 
 
@@ -251,23 +251,23 @@ class TracedMemory(TorchDispatchMode):
         self._part = ""
         self._trims = trims
         self._heap_block_bytes, self._heap = heap_block_bytes, Heap(trims)
-        self._in_heap = self._num_allocated = 0
-        self._num_hit = 1  # experts of the current layer
+        self._total_heap_bytes = self._num_allocated = 0
+        self._num_hit_experts = 1  # experts of the current layer
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
         self._bytes_in_heap: dict[int, int] = {}  # of blocks that lie in the heap themselves
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
-    def begin(self, trimmed: bool = False) -> None:
+    def begin(self, is_trimmed: bool = False) -> None:
         """Begin a phase: its peaks count from here, and its blocks lie in a new heap.
 
-        ``trimmed``: use the heap of the last phase, with its free pages returned, instead.
+        ``is_trimmed``: use the heap of the last phase, with its free pages returned, instead.
         """
         self._num_allocated = 0
-        if trimmed:
+        if is_trimmed:
             self._heap.trim()
         else:
-            self._heap, self._in_heap, self._blocks = Heap(self._trims), 0, {}
+            self._heap, self._total_heap_bytes, self._blocks = Heap(self._trims), 0, {}
             self._bytes_in_heap = {}
             self._kernels.clear()
         self.peaks = {}
@@ -299,7 +299,7 @@ class TracedMemory(TorchDispatchMode):
             if id(storage) in self._sizes:
                 self._resize(id(storage), num_bytes)
 
-        with replaced_attribute(torch.UntypedStorage, "resize_", tracked), self:
+        with replace_attribute(torch.UntypedStorage, "resize_", tracked), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -321,8 +321,8 @@ class TracedMemory(TorchDispatchMode):
 
     def _fake_nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         if mask.dim() == 1:
-            self._num_hit = mask.numel()
-        count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit)
+            self._num_hit_experts = mask.numel()
+        count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit_experts)
         places = mask.new_empty((count, mask.dim()), dtype=torch.int64)
         self._track(places.untyped_storage())
         return places
@@ -368,7 +368,7 @@ class TracedMemory(TorchDispatchMode):
         self.live_bytes += num_bytes - before
         if (block := self._blocks.pop(key, None)) is not None:
             self._heap.free(block)
-            self._in_heap -= self._bytes_in_heap.pop(key, 0)
+            self._total_heap_bytes -= self._bytes_in_heap.pop(key, 0)
         if num_bytes > 0:
             self._allocate(key, num_bytes)
             self._num_allocated += 1
@@ -380,12 +380,12 @@ class TracedMemory(TorchDispatchMode):
         if num_bytes < self._heap_block_bytes or self._heap.has_room(num_bytes):
             self._blocks[key] = self._heap.allocate(num_bytes)
             self._bytes_in_heap[key] = num_bytes
-            self._in_heap += num_bytes
+            self._total_heap_bytes += num_bytes
         else:
             self._blocks[key] = self._heap.allocate_objects()
 
     def _update_peak(self) -> None:
-        heap = self.live_bytes - self._in_heap + self._heap.resident_bytes
+        heap = self.live_bytes - self._total_heap_bytes + self._heap.resident_bytes
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
         self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
 
@@ -395,7 +395,7 @@ class TracedMemory(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object within a ``with`` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -433,7 +433,7 @@ def simulate_attention_scratch() -> Iterator[None]:
             out_SHD.register_hook(lambda grad: _allocate_briefly(num_bytes, grad))
         return out_SHD
 
-    with replaced_attribute(torch_versions, "varlen_attention", attend):
+    with replace_attribute(torch_versions, "varlen_attention", attend):
         yield
 
 

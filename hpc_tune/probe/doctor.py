@@ -24,7 +24,7 @@ from hpc_tune.probe.findings import Finding, find_problems
 from hpc_tune.probe.links import Link, Links, format_rate, measure_links
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops, measure_matmuls
 from hpc_tune.probe.topology import Topology
-from hpc_tune.units import count_of, format_bytes
+from hpc_tune.units import format_bytes, format_quantity
 from hpc_tune.world.affinity import to_cpu_ranges, widest_cpu_mask
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import list_ancestors
@@ -36,7 +36,7 @@ _RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 _MAX_LATENCY_BOUND_BYTES = 1 << 16  # up to this size latency dominates, and the rate says nothing
 
 
-def report_dict(
+def make_report_dict(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding]
 ) -> dict[str, object]:
     """Return the whole report as a tree for JSON."""
@@ -70,7 +70,7 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
     shown = " ".join(f"{name} {version}" for name, version in first.versions.items())
     lines = [f"software  {shown}"]
     mpi = f" and {first.mpi}: both say" if first.mpi else ":"
-    lines.append(f"launcher  {first.launcher}{mpi} {count_of(size, 'rank')}")
+    lines.append(f"launcher  {first.launcher}{mpi} {format_quantity(size, 'rank')}")
     cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
     if first.rocm:
         cuda = f"torch is built for ROCm {first.rocm}"
@@ -106,7 +106,7 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
     first = here[0]
     locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
     lines = [
-        f"node {first.node}    {first.hostname}: {count_of(len(here), 'rank')}; host memory "
+        f"node {first.node}    {first.hostname}: {format_quantity(len(here), 'rank')}; host memory "
         f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
         f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
         f"lockable {locked}; {first.open_files or 'any number of'} open files"
@@ -121,7 +121,7 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         lines.append(
             f"  rank {rank.rank:<4} {device}; CPUs "
             f"{_format_cpus(rank.taken or rank.cpus)}{given} "
-            f"(NUMA {numa}), {count_of(rank.threads, 'thread')}"
+            f"(NUMA {numa}), {format_quantity(rank.threads, 'thread')}"
         )
         if rank.products is not None:
             lines.append(f"            {_matmul_text(rank.products)}")
@@ -169,7 +169,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         rates = [pair.bytes_per_s for pair in alike]
         slowest = f" (slowest {format_rate(min(rates))})" if len(alike) > 1 else ""
         lines.append(
-            f"links     {kind}, {count_of(len(alike), 'pair')}: "
+            f"links     {kind}, {format_quantity(len(alike), 'pair')}: "
             f"{format_rate(statistics.median(rates))}"
             f"{slowest}, {latency * 1e6:.0f} us"
         )
@@ -181,7 +181,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
         lines.append(
-            f"links     {count_of(links.skipped, 'pair')} not measured: out of time (--links)"
+            f"links     {format_quantity(links.skipped, 'pair')} not measured: out of time (--links)"
         )
     return lines
 
@@ -212,7 +212,10 @@ _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
 
 
 def run_doctor(
-    config: RunConfig, as_json: bool, links_s: float | None = None, products_s: float | None = None
+    config: RunConfig,
+    prints_json: bool,
+    links_s: float | None = None,
+    products_s: float | None = None,
 ) -> int:
     """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 
@@ -241,8 +244,8 @@ def run_doctor(
         ranks = comm.gather(replace(facts, products=products))
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
-        if as_json:
-            print(json.dumps(report_dict(ranks, links, findings), indent=1))
+        if prints_json:
+            print(json.dumps(make_report_dict(ranks, links, findings), indent=1))
         else:
             uses_colors = is_stdout_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
             print("\n".join(doctor_lines(ranks, links, findings, uses_colors)))

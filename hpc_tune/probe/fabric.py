@@ -40,7 +40,7 @@ _SLINGSHOT_VARIABLES = (
 )
 _SLINGSHOT_AMD_VARIABLES = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
 PLUGIN_NETWORKS = ("Slingshot", "EFA")
-_LL128_SINCE = (2, 27)  # from this version on, NCCL's tuning chooses LL128 over Slingshot
+_LL128_MIN_VERSION = (2, 27)  # from this version on, NCCL's tuning chooses LL128 over Slingshot
 FABRIC_VARIABLE_NAMES = (
     *(one.name for one in (*_SLINGSHOT_VARIABLES, *_SLINGSHOT_AMD_VARIABLES)),
     "NCCL_PROTO",
@@ -94,7 +94,11 @@ def find_harmful_settings(
     if kind != "Slingshot":
         return []
     found = []
-    if library == "NCCL" and parse_release(version) >= _LL128_SINCE and _allows_ll128(settings):
+    if (
+        library == "NCCL"
+        and parse_release(version) >= _LL128_MIN_VERSION
+        and _allows_ll128(settings)
+    ):
         found.append(
             (
                 True,

@@ -21,9 +21,9 @@ from hpc_tune.world.affinity import SYS, pci_device_path, read_numa_node
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import (
     FLASH_ATTENTION_PACKAGES,
+    explain_unused_gpus,
     find_architecture,
     pci_address,
-    why_gpus_unused,
 )
 from hpc_tune.world.processes import read_file_limit
 
@@ -156,7 +156,7 @@ def collect_facts(
         rocm=torch.version.hip or "",
         library=library if is_first else None,
         clock_s=clock_s,
-        unused=None if on_gpu or device_wanted != "auto" else why_gpus_unused(world.hostname),
+        unused=None if on_gpu or device_wanted != "auto" else explain_unused_gpus(world.hostname),
         hidden=hidden_torch_warning(),
         device_place=place,
         lacks_attention=_missing_attention_package(comm),

@@ -15,7 +15,7 @@ from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, find_outliers, format_rate
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops
 from hpc_tune.probe.topology import NO_NVML
-from hpc_tune.units import count_of, format_bytes, format_seconds, list_some
+from hpc_tune.units import format_bytes, format_quantity, format_seconds, list_some
 from hpc_tune.world.processes import files_needed
 
 # Per rank: NCCL's and MPI's segments.
@@ -123,7 +123,7 @@ def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield ranks whose matmuls fail, are wrong, or are slower than those of the same model."""
     alike: dict[tuple[str, str], list[float]] = defaultdict(list)
-    shared = [here[0].node for here in _group_by_node(ranks) if _share_cores(here)]
+    shared = [here[0].node for here in _group_by_node(ranks) if _do_ranks_share_cores(here)]
     told = [(rank, rank.products) for rank in ranks if rank.products is not None]
     for rank, found in told:
         if found.flops_per_s and (rank.device_bytes or rank.node not in shared):
@@ -155,7 +155,7 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _share_cores(here: Sequence[RankFacts]) -> bool:
+def _do_ranks_share_cores(here: Sequence[RankFacts]) -> bool:
     """Whether ranks of a node compute on the same cores, which is a separate finding."""
     cpus = [cpu for rank in here for cpu in rank.taken or rank.cpus]
     return len(cpus) != len(set(cpus))
@@ -206,7 +206,7 @@ def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _group_by_node(ranks):
         host, reachable = here[0].hostname, here[0].num_reachable
         together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
-        pinned_to = count_of(len(together), "CPU")
+        pinned_to = format_quantity(len(together), "CPU")
         fix = "start with mpirun --bind-to none, or srun --cpus-per-task"
         if len(here) > 1 and len(together) < min(len(here), reachable):
             yield Finding(
@@ -216,7 +216,7 @@ def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
         elif reachable < len(here):
             yield Finding(
-                "warning", f"{host}: {len(here)} ranks share {count_of(reachable, 'CPU')}"
+                "warning", f"{host}: {len(here)} ranks share {format_quantity(reachable, 'CPU')}"
             )
         elif len(here) > 1 and 2 * len(together) // len(here) < fair:
             yield Finding(

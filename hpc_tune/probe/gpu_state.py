@@ -167,9 +167,9 @@ READ_COUNTERS_EVERY_S = 30.0
 MAX_PACKAGE_WATTS = 1000.0
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
-_WENT_BACKWARDS = "its counter went backwards"
-_MISSED_WRAP = "its counter may have wrapped around unnoticed"
-_STOOD_STILL = "its counter stood still"
+_BACKWARDS_COUNTER_REASON = "its counter went backwards"
+_MISSED_WRAP_REASON = "its counter may have wrapped around unnoticed"
+_STALLED_COUNTER_REASON = "its counter stood still"
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,14 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
     spent_j = now_j - before_j
     if counter.wrap_j is None:
         if spent_j < 0:
-            raise ValueError(_WENT_BACKWARDS)
+            raise ValueError(_BACKWARDS_COUNTER_REASON)
         return spent_j
     if gap_s * MAX_PACKAGE_WATTS > counter.wrap_j:
-        raise ValueError(_MISSED_WRAP)
+        raise ValueError(_MISSED_WRAP_REASON)
     if spent_j < 0:
         spent_j += counter.wrap_j
     if not 0 <= spent_j <= MAX_PACKAGE_WATTS * (gap_s + 1.0):
-        raise ValueError(_WENT_BACKWARDS)
+        raise ValueError(_BACKWARDS_COUNTER_REASON)
     return spent_j
 
 
@@ -277,7 +277,7 @@ class EnergyMeter:
         with self._lock:
             for total in self._counter_totals:
                 if not total.why and total.joules == 0:
-                    total.why = _STOOD_STILL
+                    total.why = _STALLED_COUNTER_REASON
         parts = dict.fromkeys(total.counter.part for total in self._counter_totals)
         return {part: self._part_energy(part) for part in parts}
 

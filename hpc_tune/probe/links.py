@@ -96,7 +96,7 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
     until_s = time.monotonic() + limit_s
     measured, skipped = [], 0
     nodes = [peer.node for peer in comm.roster]
-    for round_ in pair_rounds(nodes):
+    for round_ in list_pair_rounds(nodes):
         # All ranks skip a round or none does: a rank that is out of time keeps no other waiting.
         if comm.max([time.monotonic() > until_s]) != [0]:
             skipped += len(round_)
@@ -111,7 +111,7 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
     return Links(pairs, (), skipped, _measure_lanes(comm, pairs))
 
 
-def pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+def list_pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yield rounds of pairs of ranks that may communicate at once (pure). ``nodes``: by rank.
 
     First the pairs within nodes, at most one per node at a time, since they share its memory or
@@ -205,48 +205,48 @@ def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, floa
     import torch.distributed as dist
 
     first = comm.world.rank == pair[0]
-    other = pair[1] if first else pair[0]
+    other_rank = pair[1] if first else pair[0]
     bytes_of = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
     small = bytes_of(SMALL_MESSAGE_BYTES)
-    _round_trip_s(small, other, first, comm)  # NCCL connects at the first message
-    times = [_round_trip_s(small, other, first, comm) for _ in range(_NUM_PINGS)]
+    _round_trip_s(small, other_rank, first, comm)  # NCCL connects at the first message
+    times = [_round_trip_s(small, other_rank, first, comm) for _ in range(_NUM_PINGS)]
     latency_s = statistics.median(times) / 2
     num_bytes, seconds = FIRST_LARGE_MESSAGE_BYTES, 0.0
     while True:
         large = bytes_of(num_bytes)
-        _round_trip_s(large, other, first, comm)
-        seconds = min(_round_trip_s(large, other, first, comm) for _ in range(2)) / 2
+        _round_trip_s(large, other_rank, first, comm)
+        seconds = min(_round_trip_s(large, other_rank, first, comm) for _ in range(2)) / 2
         is_last = seconds >= _MIN_LARGE_MESSAGE_S or num_bytes >= MAX_MESSAGE_BYTES
         # Queues fill for a while before data delays the acknowledgments of the other direction.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
         agreed = torch.tensor([min(both, MAX_MESSAGE_BYTES)], device=comm.device)
-        dist.send(agreed, other) if first else dist.recv(agreed, other)
+        dist.send(agreed, other_rank) if first else dist.recv(agreed, other_rank)
         if both := int(agreed):
             break
         num_bytes *= 4
     large = bytes_of(both)
-    both_s = statistics.mean(_exchange_s(large, other, comm) for _ in range(2))
+    both_s = statistics.mean(_exchange_s(large, other_rank, comm) for _ in range(2))
     return latency_s, num_bytes / seconds, both / both_s
 
 
-def _round_trip_s(data: "torch.Tensor", other: int, first: bool, comm: Comm) -> float:
+def _round_trip_s(data: "torch.Tensor", other_rank: int, first: bool, comm: Comm) -> float:
     import torch.distributed as dist
 
     began_s = time.perf_counter()
     for step in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-        step(data, other)
+        step(data, other_rank)
     _synchronize(comm)
     return time.perf_counter() - began_s
 
 
-def _exchange_s(data: "torch.Tensor", other: int, comm: Comm) -> float:
+def _exchange_s(data: "torch.Tensor", other_rank: int, comm: Comm) -> float:
     """Return the seconds in which two ranks send each other ``data`` at the same time."""
     import torch
     import torch.distributed as dist
 
     ways = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
     began_s = time.perf_counter()
-    for work in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
+    for work in dist.batch_isend_irecv([dist.P2POp(do, what, other_rank) for do, what in ways]):
         work.wait()
     _synchronize(comm)
     return time.perf_counter() - began_s

@@ -80,35 +80,37 @@ def measure_matmuls(
     """
     if seconds == 0:
         return None
-    on_gpu = comm.device.type == "cuda"
-    seconds = seconds or (GPU_TEST_S if on_gpu else CPU_TEST_S)
-    state, model = _gpu_reader_and_model(comm.device) if on_gpu else (lambda: None, _cpu_model())
-    found, work = MatmulResult(model=model), None
+    uses_gpu = comm.device.type == "cuda"
+    seconds = seconds or (GPU_TEST_S if uses_gpu else CPU_TEST_S)
+    read_state, model = (
+        _gpu_reader_and_model(comm.device) if uses_gpu else (lambda: None, _cpu_model())
+    )
+    result, work = MatmulResult(model=model), None
     who = comm.world.label
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
     # A CUDA error, such as too little memory, is a finding; the other ranks continue.
-    with _single_threaded_on_cpu(on_gpu), time_limit("a matrix multiplication", *limits):
+    with _limit_cpu_to_one_thread(uses_gpu), time_limit("a matrix multiplication", *limits):
         try:
             work = MatmulWork(comm.device, multiply)
             work.warm_up()
         except RuntimeError as error:
-            found = replace(found, error=first_line(error))
+            result = replace(result, error=first_line(error))
     comm.barrier("all ranks to multiply matrices", liveness.START_LIMIT_S)
-    if work is None or found.error:
-        return found
-    with _single_threaded_on_cpu(on_gpu), time_limit("matrix multiplications", *limits):
+    if work is None or result.error:
+        return result
+    with _limit_cpu_to_one_thread(uses_gpu), time_limit("matrix multiplications", *limits):
         try:
-            return replace(time_matmuls(work, seconds, state), model=model)
+            return replace(time_matmuls(work, seconds, read_state), model=model)
         except RuntimeError as error:
-            return replace(found, error=first_line(error))
+            return replace(result, error=first_line(error))
 
 
 @contextlib.contextmanager
-def _single_threaded_on_cpu(on_gpu: bool) -> Iterator[None]:
+def _limit_cpu_to_one_thread(uses_gpu: bool) -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads if on_gpu else 1)
+    torch.set_num_threads(threads if uses_gpu else 1)
     try:
         yield
     finally:
@@ -123,16 +125,18 @@ class MatmulWork:
         import torch
 
         self.multiply = multiply or torch.mm
-        self.device, self.on_gpu = device, device.type == "cuda"
+        self.device, self.uses_gpu = device, device.type == "cuda"
         self.dtype, repeats = _dtype_and_determinism(device)
-        self.size = _GPU_SIZE if self.on_gpu else _CPU_SIZE
+        self.size = _GPU_SIZE if self.uses_gpu else _CPU_SIZE
         options: dict[str, Any] = {"dtype": self.dtype, "device": device}
         self._left, self._right = (torch.randn(self.size, self.size, **options) for _ in range(2))
         self._out = torch.empty_like(self._left)
-        self._first = torch.empty_like(self._left) if repeats else None
-        self._exact = exact_matrices(_GPU_EXACT_SIZE if self.on_gpu else _CPU_EXACT_SIZE, **options)
-        self._exact_out = torch.empty_like(self._exact[-1])
-        self._wrong = torch.zeros(2, dtype=torch.int64, device=device)
+        self._first_out = torch.empty_like(self._left) if repeats else None
+        self._exact_matrices = exact_matrices(
+            _GPU_EXACT_SIZE if self.uses_gpu else _CPU_EXACT_SIZE, **options
+        )
+        self._exact_out = torch.empty_like(self._exact_matrices[-1])
+        self._wrong_counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._in_batch = 1
 
     def warm_up(self) -> None:
@@ -143,11 +147,11 @@ class MatmulWork:
             self.multiply(self._left, self._right, out=self._out)
             marks.append(self._record_event())
         self.wait(marks[-1])
-        if self._first is not None:
-            self._first.copy_(self._out)
-        one_s = max(self.seconds_of(marks)[-1], 1e-6)
+        if self._first_out is not None:
+            self._first_out.copy_(self._out)
+        one_s = max(self.measure_seconds(marks)[-1], 1e-6)
         self._in_batch = max(1, min(_MAX_IN_BATCH, round(_BATCH_S / one_s)))
-        self._wrong.zero_()
+        self._wrong_counts.zero_()
 
     def start_batch(self) -> "list[Mark]":
         """Start a batch and the check after it; return the marks before and after each matmul."""
@@ -163,25 +167,25 @@ class MatmulWork:
         if not isinstance(mark, float):
             mark.synchronize()
 
-    def seconds_of(self, marks: "Sequence[Mark]") -> list[float]:
+    def measure_seconds(self, marks: "Sequence[Mark]") -> list[float]:
         """Return the seconds of each matmul of a finished batch."""
         return [_seconds_between(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
 
     def count_wrong(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""
-        exact, repeated = self._wrong.tolist()
+        exact, repeated = self._wrong_counts.tolist()
         return exact, repeated
 
     def _compare_output(self) -> None:
         """Compare results; the counts stay on the device, so that the host does not wait here."""
-        left, right, expected = self._exact
+        left, right, expected = self._exact_matrices
         self.multiply(left, right, out=self._exact_out)
-        self._wrong[0] += (self._exact_out != expected).any()
-        if self._first is not None:
-            self._wrong[1] += (self._out != self._first).any()
+        self._wrong_counts[0] += (self._exact_out != expected).any()
+        if self._first_out is not None:
+            self._wrong_counts[1] += (self._out != self._first_out).any()
 
     def _record_event(self) -> "Mark":
-        if not self.on_gpu:
+        if not self.uses_gpu:
             return time.perf_counter()
         import torch
 
@@ -191,19 +195,19 @@ class MatmulWork:
 
 
 def time_matmuls(
-    work: MatmulWork, seconds: float, state: Callable[[], GpuState | None]
+    work: MatmulWork, seconds: float, read_state: Callable[[], GpuState | None]
 ) -> MatmulResult:
     """Multiply for about ``seconds``, with one batch queued behind the one that is waited for."""
-    idle = state()
+    idle = read_state()
     until_s = time.monotonic() + seconds
     batches = [work.start_batch(), work.start_batch()]
     while time.monotonic() < until_s:
         work.wait(batches[-2][-1])
         batches.append(work.start_batch())
     work.wait(batches[-2][-1])
-    loaded = state()
+    loaded = read_state()
     work.wait(batches[-1][-1])
-    times_s = [one_s for marks in batches for one_s in work.seconds_of(marks)]
+    times_s = [one_s for marks in batches for one_s in work.measure_seconds(marks)]
     num_wrong, num_differing = work.count_wrong()
     median_s = median(times_s[len(times_s) // 2 :])
     return MatmulResult(
@@ -253,9 +257,9 @@ def format_flops(flops_per_s: float) -> str:
     return f"{value:.{0 if value >= 100 else 1}f} {unit}"
 
 
-def describe_gpu_state(found: MatmulResult) -> str:
+def describe_gpu_state(result: MatmulResult) -> str:
     """Describe the GPU's state while it multiplied: clock, temperature, power."""
-    now, before = found.loaded, found.idle
+    now, before = result.loaded, result.idle
     if now is None:
         return ""
     parts = []

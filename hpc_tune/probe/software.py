@@ -89,7 +89,7 @@ def mpi_library() -> str:
     return " ".join(first.split())
 
 
-def find_compiled_deepspeed_ops(for_gpu: bool) -> CompiledOps | None:
+def find_compiled_deepspeed_ops(uses_gpu: bool) -> CompiledOps | None:
     """Return DeepSpeed's compiled ops, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec("deepspeed")
@@ -103,7 +103,7 @@ def find_compiled_deepspeed_ops(for_gpu: bool) -> CompiledOps | None:
             name, _, value = line.partition("=")
             if name == "installed_ops":
                 ops = ast.literal_eval(value)
-    tools = ["ninja", os.environ.get("CXX", "c++"), *(["nvcc"] if for_gpu else [])]
+    tools = ["ninja", os.environ.get("CXX", "c++"), *(["nvcc"] if uses_gpu else [])]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
     missing = tuple(tool for tool in tools if shutil.which(tool, path=path) is None)

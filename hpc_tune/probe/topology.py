@@ -35,7 +35,7 @@ class AmdGpu:
     gfx: str
     uuid: str
     place: str
-    linked: tuple[int, ...]
+    linked_nodes: tuple[int, ...]
 
 
 def amd_gpus(folder: Path) -> list[AmdGpu]:
@@ -49,14 +49,16 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
         links = [
             _read_properties(link / "properties") for link in _list_numbered(node / "io_links")
         ]
-        linked = [int(link["node_to"]) for link in links if link.get("type") == _XGMI_LINK_TYPE]
+        linked_nodes = [
+            int(link["node_to"]) for link in links if link.get("type") == _XGMI_LINK_TYPE
+        ]
         found.append(
             AmdGpu(
                 node=int(node.name),
                 gfx=_gfx_name(int(facts.get("gfx_target_version", 0))),
                 uuid=f"{int(facts.get('unique_id', 0)):x}",
                 place=_pci_address(int(facts.get("domain", 0)), int(facts.get("location_id", 0))),
-                linked=tuple(sorted(linked)),
+                linked_nodes=tuple(sorted(linked_nodes)),
             )
         )
     return found
@@ -186,13 +188,13 @@ def _amd_topology(folder: Path) -> Topology | None:
             name=one.gfx,
             place=one.place,
             numa=read_numa_node(folder / "bus" / "pci" / "devices" / one.place),
-            nvlinks=len(one.linked),
+            nvlinks=len(one.linked_nodes),
             link="XGMI link",
         )
         for one in found
     )
     paths = {
-        f"{i}-{j}": "XGMI" if other.node in one.linked else "PCIe"
+        f"{i}-{j}": "XGMI" if other.node in one.linked_nodes else "PCIe"
         for i, one in enumerate(found)
         for j, other in enumerate(found[i + 1 :], i + 1)
     }

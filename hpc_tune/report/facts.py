@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from hpc_tune.config.load import describe_fields
 from hpc_tune.config.section import format_setting
 from hpc_tune.report.read import Record, Run
-from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median, sum_energy
-from hpc_tune.units import count_of, format_bytes, format_count, format_seconds, list_some
+from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, divide_by_median, sum_energy
+from hpc_tune.units import format_bytes, format_count, format_quantity, format_seconds, list_some
 
 # -- The starts of a run: when each ran, on what, how it ended; and starts that were refused.
 
@@ -32,21 +32,21 @@ START_TABLE_HEADERS = (
 class Start:
     """One start of a run.
 
-    ``waited_s``: since the previous start ended. ``before_s``: running time of all earlier starts.
-    ``left_out``: nodes that later starts do not use.
+    ``wait_s``: since the previous start ended. ``prior_running_s``: running time of all earlier starts.
+    ``excluded_nodes``: nodes that later starts do not use.
     """
 
     number: int
     begin_s: float
     seconds: float
-    waited_s: float
-    before_s: float
+    wait_s: float
+    prior_running_s: float
     ranks: int | None
     layout: str
     first_step: int | None
     last_step: int | None
-    ended: str
-    left_out: tuple[str, ...] = ()
+    ending: str
+    excluded_nodes: tuple[str, ...] = ()
 
 
 def list_starts(run: Run) -> list[Start]:
@@ -55,25 +55,25 @@ def list_starts(run: Run) -> list[Start]:
     steps = _group_by_segment(run, run.steps)
     events = _group_by_segment(run, run.events_of_kind("start"))
     stops = _group_by_segment(run, run.events_of_kind("stop"))
-    left_out = _group_by_segment(run, run.events_of_kind("left_out"))
+    excluded_nodes = _group_by_segment(run, run.events_of_kind("left_out"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
         # Without stops of starts that failed before they wrote their own first event.
-        ended = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
+        ending = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
         silent = str(run.state) if place + 1 == len(segments) else "killed"
         found.append(
             Start(
                 number=place + 1,
                 begin_s=segment.begin_s,
                 seconds=segment.end_s - segment.begin_s,
-                waited_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
-                before_s=segment.before_s,
+                wait_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
+                prior_running_s=segment.prior_running_s,
                 ranks=int(event["size"]) if "size" in event else None,
                 layout=str(event.get("layout", "")).partition(":")[0],
                 first_step=int(steps[place][0]["step"]) if steps[place] else None,
                 last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ended=str(ended[-1].get("reason", "")) if ended else silent,
-                left_out=tuple(str(event.get("node")) for event in left_out[place]),
+                ending=str(ending[-1].get("reason", "")) if ending else silent,
+                excluded_nodes=tuple(str(event.get("node")) for event in excluded_nodes[place]),
             )
         )
     return found
@@ -93,13 +93,16 @@ def start_rows(run: Run) -> list[tuple[str, ...]]:
         (
             str(start.number),
             time.strftime("%m-%d %H:%M:%S", time.localtime(start.begin_s)),
-            format_seconds(start.waited_s) if start.number > 1 else "",
+            format_seconds(start.wait_s) if start.number > 1 else "",
             "" if start.ranks is None else str(start.ranks),
             start.layout,
             "none" if start.first_step is None else f"{start.first_step} to {start.last_step}",
             format_seconds(start.seconds),
             "; ".join(
-                [start.ended, *(f"node {node} is left out from then on" for node in start.left_out)]
+                [
+                    start.ending,
+                    *(f"node {node} is left out from then on" for node in start.excluded_nodes),
+                ]
             ),
         )
         for start in list_starts(run)
@@ -123,9 +126,9 @@ def describe_starts(run: Run) -> str:
     lost = [str(event.get("node")) for event in run.events_of_kind("left_out")]
     if len(all_starts) < 2 and not failed and not lost:
         return ""
-    parts = [count_of(len(all_starts), "start")]
+    parts = [format_quantity(len(all_starts), "start")]
     if len(all_starts) > 1:
-        parts[0] += f", the newest after: {all_starts[-2].ended}"
+        parts[0] += f", the newest after: {all_starts[-2].ending}"
     if lost:
         parts.append(f"left out: node{'s' * (len(lost) > 1)} {', '.join(lost)}")
     if failed:
@@ -138,7 +141,7 @@ def describe_starts(run: Run) -> str:
 
 _STRAGGLER_SHARE = 0.8  # of all steps: a straggler is the slowest rank in more than this share
 _MPIRUN_LAUNCHERS = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
-_NOT_PLANNED = "not planned: far below the limit"
+_NO_PLAN_TEXT = "not planned: far below the limit"
 _NO_LINKS = "not measured: parallel.layout=auto and hpc_tune doctor measure them"
 _HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # always differ from run to run
 _MEMORY_LABELS = {
@@ -279,7 +282,7 @@ def running_s(run: Run) -> float:
     if not run.segments:
         return 0.0
     last = run.segments[-1]
-    return last.before_s + last.end_s - last.begin_s
+    return last.prior_running_s + last.end_s - last.begin_s
 
 
 def goodput(run: Run) -> float:
@@ -317,7 +320,7 @@ def list_machine_facts(run: Run) -> Rows:
         if (key := f"{kind}_limit_bytes") in last
     )
     hosts = start.get("hosts", {})
-    shown = (f"{host} ({count_of(count, 'rank')})" for host, count in hosts.items())
+    shown = (f"{host} ({format_quantity(count, 'rank')})" for host, count in hosts.items())
     versions = start.get("versions", {})
     no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
     rows = [
@@ -362,7 +365,7 @@ def describe_straggler(run: Run) -> str:
     text = f"rank {rank} in {times} of {len(rows)} steps"
     works = [row["work_s"] for row in run.ranks if len(row["work_s"]) > max(1, rank)]
     if works:
-        ratio = statistics.median(relative_to_median(work_s)[rank] for work_s in works)
+        ratio = statistics.median(divide_by_median(work_s)[rank] for work_s in works)
         text += f"; it works {ratio:.2f} x as long as the median rank"
         if ratio > STRAGGLER_FACTOR and times > _STRAGGLER_SHARE * len(rows):
             text += f", and the others wait for it: {STRAGGLER_ADVICE}"
@@ -389,8 +392,8 @@ def time_by_kind(run: Run) -> Rows:
         (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
         for name, seconds in parts.items()
     ]
-    waited_s = sum(start.waited_s for start in list_starts(run))
-    waits = [("between starts, not in the total", format_seconds(waited_s))] if waited_s else []
+    wait_s = sum(start.wait_s for start in list_starts(run))
+    waits = [("between starts, not in the total", format_seconds(wait_s))] if wait_s else []
     return [*rows, ("total", format_seconds(whole_s)), *waits]
 
 
@@ -412,7 +415,7 @@ def compare_predictions(run: Run) -> list[tuple[str, ...]]:
                 continue
             planned = row.get("planned")
             off = f"{had / planned - 1:+.0%}" if planned else ""
-            foreseen_text = format_bytes(planned) if planned else _NOT_PLANNED
+            foreseen_text = format_bytes(planned) if planned else _NO_PLAN_TEXT
             rows.append((f"memory of a rank: {phase}", foreseen_text, format_bytes(had), off))
     return rows
 

@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hpc_tune.report.facts import list_starts
 from hpc_tune.report.read import Record, Run
-from hpc_tune.rundir.facts import relative_to_median
-from hpc_tune.units import count_of, format_count, format_seconds
+from hpc_tune.rundir.facts import divide_by_median
+from hpc_tune.units import format_count, format_quantity, format_seconds
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
@@ -36,18 +36,20 @@ def _loss_label(runs: Sequence[Run]) -> str:
 
 def _plot_loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
-    for run, color in _with_colors(runs):
+    for run, color in _add_colors(runs):
         steps, losses = curve_points(run.steps, "step", "loss")
         axes.plot(steps, losses, color=color, lw=1.3, label=_make_label(runs, run, "training"))
         if run.evals:
             label = _make_label(runs, run, "held-out")
-            _plot_held_out(axes, run.evals, "step", "eval_loss", color=color, label=label)
+            _plot_held_out_curve(axes, run.evals, "step", "eval_loss", color=color, label=label)
     return _finish_figure(figure, axes)
 
 
-def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: Any) -> None:
+def _plot_held_out_curve(
+    axes: Axes, evals: Sequence[Record], x: str, y: str, **options: Any
+) -> None:
     marker = "o" if len(evals) <= MAX_DOTTED_POINTS else None
-    axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **look}, marker=marker, ms=4)
+    axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4)
 
 
 def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
@@ -56,53 +58,51 @@ def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
     lines = [
         (run, name, [{"step": row["step"], "loss": own[name]} for row in run.evals
                      if name in (own := row.get("eval_losses", {}))])
-        for run, _ in _with_colors(runs)
+        for run, _ in _add_colors(runs)
         for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
     ]  # fmt: skip
     if len({name for _, name, _ in lines}) < 2:
         return None
     for number, (run, name, rows) in enumerate(lines):
-        look = {"color": COLORS[number % len(COLORS)], "lw": 1.2}
-        look |= {"ls": ("-", "--", ":", "-.")[number // len(COLORS) % 4]}
+        options = {"color": COLORS[number % len(COLORS)], "lw": 1.2}
+        options |= {"ls": ("-", "--", ":", "-.")[number // len(COLORS) % 4]}
         label = _make_label(runs, run, _shorten(name))
-        _plot_held_out(axes, rows, "step", "loss", **look, label=label)
+        _plot_held_out_curve(axes, rows, "step", "loss", **options, label=label)
     return _finish_figure(figure, axes)
 
 
 def _plot_learning_rate(runs: Sequence[Run]) -> Figure | None:
-    figure, (above, below) = _two_axes(STEP_AXIS_LABEL)
-    above.set_ylabel("learning rate")
-    below.set_ylabel("gradient norm")
-    for run, color in _with_colors(runs):
-        above.plot(
+    figure, (ax1, ax2) = _two_axes(STEP_AXIS_LABEL)
+    ax1.set_ylabel("learning rate")
+    ax2.set_ylabel("gradient norm")
+    for run, color in _add_colors(runs):
+        ax1.plot(
             *curve_points(run.steps, "step", "lr"), color=color, label=_make_label(runs, run, "")
         )
-        below.plot(*curve_points(run.steps, "step", "grad_norm"), color=color, lw=1)
-    above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    return _finish_figure(figure, above, below)
+        ax2.plot(*curve_points(run.steps, "step", "grad_norm"), color=color, lw=1)
+    ax1.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    return _finish_figure(figure, ax1, ax2)
 
 
 def _plot_speed(runs: Sequence[Run]) -> Figure | None:
     has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
     if has_mfu:
-        figure, (above, below) = _two_axes(STEP_AXIS_LABEL)
-        below.set_ylabel("MFU (% of peak)")
+        figure, (ax1, ax2) = _two_axes(STEP_AXIS_LABEL)
+        ax2.set_ylabel("MFU (% of peak)")
     else:
-        figure, above = _new_figure(STEP_AXIS_LABEL, "")
-        below = above
-    above.set_ylabel("tokens per second")
-    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    for run, color in _with_colors(runs):
+        figure, ax1 = _new_figure(STEP_AXIS_LABEL, "")
+        ax2 = ax1
+    ax1.set_ylabel("tokens per second")
+    ax1.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    for run, color in _add_colors(runs):
         label = _make_label(runs, run, "")
-        above.plot(
-            *curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label
-        )
+        ax1.plot(*curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
         if has_mfu:
             shares = curve_points(run.steps, "step", "mfu", lambda share: 100 * share)
-            below.plot(*shares, color=color, lw=1.2)
-    for axes in {above, below}:
+            ax2.plot(*shares, color=color, lw=1.2)
+    for axes in {ax1, ax2}:
         _begin_at_zero(axes)
-    return _finish_figure(figure, above, *([below] if has_mfu else []))
+    return _finish_figure(figure, ax1, *([ax2] if has_mfu else []))
 
 
 def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
@@ -154,7 +154,7 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
         all_axes = (only,)
     for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
-        for run, color in _with_colors(runs):
+        for run, color in _add_colors(runs):
             rows = _keep_maxima(run.steps, used)
             at = [_elapsed_s(run, row) / unit_s for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
@@ -188,12 +188,12 @@ def _mark_events(axes: Axes, run: Run, unit_s: float) -> None:
                       transform=axes.get_xaxis_transform())  # fmt: skip
     for number, segment in enumerate(run.segments[1:]):
         again = "started again" if number == 0 else None
-        axes.axvline(segment.before_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=again)
+        axes.axvline(segment.prior_running_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=again)
 
 
 def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds of a rank's own work")
-    shown = [(run, color) for run, color in _with_colors(runs) if (run.start.get("size") or 1) > 1]
+    shown = [(run, color) for run, color in _add_colors(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
         steps, most = curve_points(rows, "step", "most_work_s")
@@ -305,16 +305,16 @@ def _elapsed_s(run: Run, row: Record) -> float:
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
-def _with_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def _add_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
     numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
     return ((run, color) for run, color in numbered if run.steps or run.evals)
 
 
-def _make_label(runs: Sequence[Run], run: Run, what: str) -> str:
+def _make_label(runs: Sequence[Run], run: Run, quantity: str) -> str:
     if len(runs) == 1:
-        return what
-    return f"{_shorten(run.name)}: {what}" if what else _shorten(run.name)
+        return quantity
+    return f"{_shorten(run.name)}: {quantity}" if quantity else _shorten(run.name)
 
 
 def _shorten(name: str) -> str:
@@ -331,9 +331,9 @@ def _new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 def _two_axes(x_label: str, **layout: Any) -> tuple[Figure, tuple[Axes, Axes]]:
     figure = Figure(figsize=FIGURE_SIZE_INCHES, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, **layout)
-    below.set_xlabel(x_label)
-    return figure, (above, below)
+    ax1, ax2 = figure.subplots(2, 1, sharex=True, **layout)
+    ax2.set_xlabel(x_label)
+    return figure, (ax1, ax2)
 
 
 def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
@@ -381,12 +381,12 @@ def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
         return None
     unit, unit_s = _time_unit(max(_elapsed_s(run, row) for row in run.steps[-1:]))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
-    figure, (above, below) = _two_axes(f"{unit} of running{waits}", height_ratios=(2, 1))
-    _draw_losses(above, run, unit_s)
-    above.set_ylabel(_loss_label(runs))
-    _draw_starts(above, below, run, unit_s)
-    _draw_event_lanes(below, run, unit_s)
-    return _finish_figure(figure, above, below)
+    figure, (ax1, ax2) = _two_axes(f"{unit} of running{waits}", height_ratios=(2, 1))
+    _draw_losses(ax1, run, unit_s)
+    ax1.set_ylabel(_loss_label(runs))
+    _draw_starts(ax1, ax2, run, unit_s)
+    _draw_event_lanes(ax2, run, unit_s)
+    return _finish_figure(figure, ax1, ax2)
 
 
 def _draw_losses(axes: Axes, run: Run, unit_s: float) -> None:
@@ -406,8 +406,8 @@ def _draw_losses(axes: Axes, run: Run, unit_s: float) -> None:
     axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
     evals = [{**row, "at": at_s / unit_s} for row, at_s in _timed_evaluations(run)]
     if evals:
-        look = {"color": COLORS[1], "label": "held-out loss", "clip_on": False}
-        _plot_held_out(axes, evals, "at", "eval_loss", **look)
+        options = {"color": COLORS[1], "label": "held-out loss", "clip_on": False}
+        _plot_held_out_curve(axes, evals, "at", "eval_loss", **options)
 
 
 def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
@@ -420,25 +420,25 @@ def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
             yield row, run.elapsed_s(at_s)
 
 
-def _draw_starts(above: Axes, below: Axes, run: Run, unit_s: float) -> None:
+def _draw_starts(ax1: Axes, ax2: Axes, run: Run, unit_s: float) -> None:
     """Draw each start as a bar, labeled with its ranks and layout if there is room."""
     all_starts = list_starts(run)
-    whole = (all_starts[-1].before_s + all_starts[-1].seconds) / unit_s or 1.0
+    whole = (all_starts[-1].prior_running_s + all_starts[-1].seconds) / unit_s or 1.0
     for start in all_starts:
-        begin, width = start.before_s / unit_s, start.seconds / unit_s
+        begin, width = start.prior_running_s / unit_s, start.seconds / unit_s
         color = COLORS[(0, 5)[start.number % 2]]
-        below.barh(0, width, left=begin, height=0.8, color=color, alpha=0.45)
-        ranks = count_of(start.ranks, "rank") if start.ranks else ""
+        ax2.barh(0, width, left=begin, height=0.8, color=color, alpha=0.45)
+        ranks = format_quantity(start.ranks, "rank") if start.ranks else ""
         named = f"start {start.number}"
         for text in (", ".join(filter(None, (named, ranks, start.layout))), named,
                      str(start.number)):  # fmt: skip
             if len(text) * _LETTER_WIDTH * whole < width:
-                below.text(begin + width / 2, 0, text, size=_LABEL_POINTS, ha="center", va="center")
+                ax2.text(begin + width / 2, 0, text, size=_LABEL_POINTS, ha="center", va="center")
                 break
         if start.number > 1:
-            waited = f"started again after {format_seconds(start.waited_s)}"
+            waited = f"started again after {format_seconds(start.wait_s)}"
             label = waited if len(all_starts) == 2 else "started again"
-            above.axvline(begin, color=GREY, lw=1.5, ls=":",
+            ax1.axvline(begin, color=GREY, lw=1.5, ls=":",
                           label=label if start.number == 2 else None)  # fmt: skip
 
 
@@ -505,7 +505,7 @@ def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> lis
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
         place = min(num_columns - 1, int(share * num_columns))
-        values = relative_to_median(line["work_s"])
+        values = divide_by_median(line["work_s"])
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
         rows += [nothing] * (num_rows - len(rows))
         before = columns[place]
@@ -553,25 +553,26 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
 # -- Figures of training on preferences: its effect on chosen and rejected answers.
 
 
-def _plot_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
+def _plot_pair(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     """Draw two measures; ``measures``: axis label by name in the metrics."""
     figure, both = _two_axes(STEP_AXIS_LABEL)
     for axes, (name, said) in zip(both, measures.items(), strict=True):
         axes.set_ylabel(said)
-        for run, color in _with_colors(runs):
+        for run, color in _add_colors(runs):
             trained = curve_points(run.steps, "step", f"preferences.{name}")
             axes.plot(*trained, color=color, lw=1.3, label=_make_label(runs, run, "training"))
-            look = {"color": color, "label": _make_label(runs, run, "held-out")}
-            _plot_held_out(axes, run.evals, "step", f"eval_preferences.{name}", **look)
+            options = {"color": color, "label": _make_label(runs, run, "held-out")}
+            _plot_held_out_curve(axes, run.evals, "step", f"eval_preferences.{name}", **options)
     return _finish_figure(figure, *both)
 
 
 # The share of pairs whose chosen answer has the higher reward, and the difference of rewards.
 _REWARD_LABELS = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
-_plot_reward = partial(_plot_two, measures=_REWARD_LABELS)
+_plot_reward = partial(_plot_pair, measures=_REWARD_LABELS)
 # The log-probabilities of the answers: both may fall while the margin grows.
 _plot_log_probs = partial(
-    _plot_two, measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"}
+    _plot_pair,
+    measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
 )
 
 

@@ -55,13 +55,13 @@ MAX_HASHED_BYTES = 256 << 20  # takes about a second
 
 
 def verify_checkpoints(
-    run_dir: Path, most_bytes: int = MAX_HASHED_BYTES
+    run_dir: Path, max_total_bytes: int = MAX_HASHED_BYTES
 ) -> list[tuple[str, str, str]]:
     """Return (name, size, what was verified) of each checkpoint, the oldest first.
 
-    Checkpoints are hashed up to ``most_bytes`` in all; for the others only sizes are compared.
+    Checkpoints are hashed up to ``max_total_bytes`` in all; for the others only sizes are compared.
     """
-    rows, left = [], most_bytes
+    rows, left = [], max_total_bytes
     for folder in sorted((run_dir / "checkpoints").glob("step-*[0-9]")):
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -213,7 +213,7 @@ def _held_out_measures(row: Record) -> dict[str, float]:
 # -- The page.
 
 
-_SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
+_MAX_SHOWN_EVENTS, _MAX_SHOWN_STARTS = 200, 50
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -284,9 +284,9 @@ def _detail_cards(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
     all_starts = start_rows(run)
-    left = _remark_left_out(len(all_starts), _SHOWN_STARTS)
+    left = _omission_note(len(all_starts), _MAX_SHOWN_STARTS)
     for name, body in (
-        (f"Starts{left}", _render_table(START_TABLE_HEADERS, all_starts[-_SHOWN_STARTS:], "")),
+        (f"Starts{left}", _render_table(START_TABLE_HEADERS, all_starts[-_MAX_SHOWN_STARTS:], "")),
         ("Predicted and measured", _render_table(heads, compare_predictions(run), "")),
         ("What ran", _render_table(None, list_start_facts(run), "")),
         ("What the data gave", _render_table(None, list_data_facts(run), "")),
@@ -380,14 +380,14 @@ def _render_events(run: Run) -> str:
             str(event.get("kind", "")),
             event_text(event),
         )
-        for event in kept[-_SHOWN_EVENTS:]
+        for event in kept[-_MAX_SHOWN_EVENTS:]
     ]
-    left = _remark_left_out(len(kept), _SHOWN_EVENTS)
+    left = _omission_note(len(kept), _MAX_SHOWN_EVENTS)
     table = _render_table(("time", "step", "kind", "what"), rows, "nothing but steps")
     return _render_card(f"What happened{left}", table)
 
 
-def _remark_left_out(num: int, shown: int) -> str:
+def _omission_note(num: int, shown: int) -> str:
     return f" (the last {shown} of {num})" if num > shown else ""
 
 
@@ -404,7 +404,9 @@ def _render_card(title: str, body: str) -> str:
     )
 
 
-def _render_table(heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty: str) -> str:
+def _render_table(
+    heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty_text: str
+) -> str:
     first = "<th>{}</th>" if heads is None else '<td class="when">{}</td>'
     body = "".join(
         "<tr>"
@@ -414,7 +416,7 @@ def _render_table(heads: Sequence[str] | None, rows: Iterable[Sequence[str]], em
         for row in rows
     )
     if not body:
-        return f"<p>{_escape(empty)}</p>" if empty else ""
+        return f"<p>{_escape(empty_text)}</p>" if empty_text else ""
     head = "".join(f"<th>{_escape(name)}</th>" for name in heads or ())
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 

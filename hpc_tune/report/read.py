@@ -31,10 +31,15 @@ from hpc_tune.rundir.json_lines import (
     EvalMetrics,
     StepMetrics,
 )
-from hpc_tune.rundir.outcome import Heartbeat, describe_last_seen, describe_silence, read_heartbeats
+from hpc_tune.rundir.outcome import (
+    Heartbeat,
+    describe_last_heartbeats,
+    describe_silence,
+    read_heartbeats,
+)
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_energy, list_some
-from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
+from hpc_tune.world.liveness import DEAD_HEARTBEAT_S
 
 # -- The energy of a run's jobs as counted by the scheduler, besides the run's own counters.
 #
@@ -43,7 +48,7 @@ from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
 
 _MAX_ASKED_STARTS = 1000  # the newest ones, as the length of a command line is limited
-_NOT_ASKED = (
+_NOT_ASKED_MESSAGE = (
     "{} was not asked, since a job's energy is known only after its end: write the report again"
 )
 AskJobEnergy = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
@@ -72,7 +77,7 @@ def find_jobs_energy(
     if not starts:
         return None
     if not asks_scheduler:
-        return JobsEnergy(None, _NOT_ASKED.format(" and ".join(starts)))
+        return JobsEnergy(None, _NOT_ASKED_MESSAGE.format(" and ".join(starts)))
     parts = [
         _sum_energies(ask(name, jobs[-_MAX_ASKED_STARTS:]), name) for name, jobs in starts.items()
     ]
@@ -81,10 +86,10 @@ def find_jobs_energy(
     return JobsEnergy(sum(known) if known else None, words)
 
 
-def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
-    known = [one for one in told if one.joules is not None]
+def _sum_energies(energies: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
+    known = [one for one in energies if one.joules is not None]
     reasons: dict[str, list[str]] = {}
-    for one in told:
+    for one in energies:
         if one.joules is None:
             reasons.setdefault(one.why, []).append(one.job)
     notes = [f"not known: {_job_names(jobs)} ({why})" for why, jobs in reasons.items()]
@@ -144,7 +149,7 @@ class Segment:
 
     begin_s: float
     end_s: float
-    before_s: float
+    prior_running_s: float
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class Run:
 
     ``settings`` is flat (``"optim.lr"``); ``steps`` and ``evals`` are the lines of metrics.jsonl by
     kind, ``ranks`` the lines of ranks.jsonl, ``experts`` the lines of experts.jsonl. ``outcome`` is
-    empty if the run has left none. ``silent_s``: seconds since it last wrote anything.
+    empty if the run has left none. ``silence_s``: seconds since it last wrote anything.
     ``has_died``: its process is known to be gone. ``jobs_energy``: as counted by the scheduler.
     """
 
@@ -165,9 +170,9 @@ class Run:
     ranks: Sequence[Record]
     events: Sequence[Record]
     outcome: Record
-    beats: Sequence[Heartbeat]
+    heartbeats: Sequence[Heartbeat]
     segments: Sequence[Segment]
-    silent_s: float
+    silence_s: float
     has_died: bool = False
     experts: Sequence[Record] = ()
     jobs_energy: JobsEnergy | None = None
@@ -179,20 +184,20 @@ class Run:
             status = str(self.outcome.get("status"))
             return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
-        limit_s = HEARTBEAT_DEAD_S + (0 if self.beats else 3 * longest_s)
-        if self.silent_s < limit_s and not self.has_died:
+        limit_s = DEAD_HEARTBEAT_S + (0 if self.heartbeats else 3 * longest_s)
+        if self.silence_s < limit_s and not self.has_died:
             return "running"
-        return "died" if self.beats else "unknown"
+        return "died" if self.heartbeats else "unknown"
 
     @property
     def reason(self) -> str:
         """Why the run ended, or what it is doing, in words."""
         match self.state:
             case "running":
-                doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
-                return doing + describe_silence(self.silent_s)
+                doing = f"it is {self.heartbeats[0].phase}" if self.heartbeats else "it is running"
+                return doing + describe_silence(self.silence_s)
             case "died":
-                return describe_last_seen(self.beats)
+                return describe_last_heartbeats(self.heartbeats)
             case "unknown":
                 if self.outcome:
                     return f"its outcome.json has the unknown status {self.outcome.get('status')!r}"
@@ -234,7 +239,7 @@ class Run:
         if place < 0:
             return 0.0
         segment = self.segments[place]
-        return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
+        return segment.prior_running_s + min(at_s, segment.end_s) - segment.begin_s
 
     def start_index_at(self, at_s: float) -> int:
         """Return the index, from 0, of the newest start at a time; -1 before the first start."""
@@ -346,9 +351,9 @@ def make_run(
         ranks=[row for row in ranks if "step" in row and row["work_s"]],
         events=events,
         outcome=outcome.read_outcome(path) or {},
-        beats=(beats := read_heartbeats(path)),
+        heartbeats=(heartbeats := read_heartbeats(path)),
         segments=_find_segments([*events, *evals], steps),
-        silent_s=_silent_s(path, beats),
+        silence_s=_silence_s(path, heartbeats),
         has_died=owner.has_owner_died(path),
         experts=[row for row in experts if row],
     )
@@ -451,36 +456,40 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return flatten({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
 
 
-def _silent_s(path: Path, beats: Sequence[Heartbeat]) -> float:
+def _silence_s(path: Path, heartbeats: Sequence[Heartbeat]) -> float:
     """Return the seconds since the run's last sign of life."""
-    signs = [beat.time for beat in beats]
+    signs = [beat.time for beat in heartbeats]
     for name in (METRICS_FILE, EVENTS_FILE):
         if (path / name).is_file():
             signs.append((path / name).stat().st_mtime)
     return time.time() - max(signs, default=0.0)
 
 
-def _find_segments(others: Sequence[Record], steps: Sequence[Record]) -> list[Segment]:
+def _find_segments(other_records: Sequence[Record], steps: Sequence[Record]) -> list[Segment]:
     """Return the segments of the run, one per start; each ends with its last sign of life.
 
-    ``others`` are events and evaluations. What a refused start wrote is not a sign of life of the
+    ``other_records`` are events and evaluations. What a refused start wrote is not a sign of life of the
     start before it.
     """
     first = [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
     signs = sorted(
-        [(row["time"], row.get("began_s", 0.0)) for row in (*others, *steps) if "time" in row]
+        [
+            (row["time"], row.get("began_s", 0.0))
+            for row in (*other_records, *steps)
+            if "time" in row
+        ]
         + [(at_s, 0.0) for at_s in first]
     )
     if not signs:
         return []
-    starts = sorted(row["time"] for row in others if row.get("kind") == "start")
+    starts = sorted(row["time"] for row in other_records if row.get("kind") == "start")
     starts = starts or [signs[0][0]]
     starts[0] = min([starts[0], *first])  # the first start's event may be lost
-    segments, before_s = [], 0.0
+    segments, prior_running_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
         end_s = max(
             (at for at, began in signs if at < next_s and began <= begin_s), default=begin_s
         )
-        segments.append(Segment(begin_s, end_s, before_s))
-        before_s += end_s - begin_s
+        segments.append(Segment(begin_s, end_s, prior_running_s))
+        prior_running_s += end_s - begin_s
     return segments

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hpc_tune.report.facts import describe_straggler, event_text, goodput, known_numbers
 from hpc_tune.report.read import Record, Run, find_run, make_run, open_logs
-from hpc_tune.units import count_of, format_bytes, format_count, format_seconds
+from hpc_tune.units import format_bytes, format_count, format_quantity, format_seconds
 
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH, _MAX_EVENTS, _NUM_RECENT_STEPS = 48, 6, 20
@@ -26,10 +26,10 @@ _HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text
 _STATE_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
-def watch_runs(path: Path, every_s: float, once: bool) -> None:
-    """Show the run at ``path`` until it ends, and read it every ``every_s`` seconds.
+def watch_runs(path: Path, interval_s: float, show_once: bool) -> None:
+    """Show the run at ``path`` until it ends, and read it every ``interval_s`` seconds.
 
-    With ``once``, or if stdout is not a terminal, show it only once.
+    With ``show_once``, or if stdout is not a terminal, show it only once.
 
     Raises:
         ConfigError: if ``path`` is neither a run directory nor a checkpoint in one.
@@ -41,12 +41,12 @@ def watch_runs(path: Path, every_s: float, once: bool) -> None:
         return make_run(path, *(file.read() for file in lines))
 
     run = read()
-    if once or not console.is_terminal:
+    if show_once or not console.is_terminal:
         console.print(_render_run(run))
         return
     with Live(_render_run(run), console=console, auto_refresh=False) as live:
         while run.state == "running":
-            time.sleep(every_s)
+            time.sleep(interval_s)
             run = read()
             live.update(_render_run(run), refresh=True)
 
@@ -116,7 +116,7 @@ def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
         step = "" if event.get("step") is None else f"step {int(event['step'])}"
         yield "newest save", Text(step), Text(ago if run.state == "running" else "")
     if actions := run.governor_actions:
-        count = count_of(len(actions), "action")
+        count = format_quantity(len(actions), "action")
         yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
     if told := describe_straggler(run):
         who, _, how_often = told.partition(" in ")

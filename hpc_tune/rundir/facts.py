@@ -30,7 +30,7 @@ class RunEnergy:
     """The energy of some starts of a run, as far as it was counted.
 
     ``joules``: the total for ``tokens``, None without any counter; ``parts``: by part of the nodes.
-    ``missing``: what was not counted, and why. ``has_others``: counters of CPUs or nodes include
+    ``missing``: what was not counted, and why. ``has_other_jobs``: counters of CPUs or nodes include
     other jobs that share them. ``untold``: how many of the ``starts`` have no energy event.
     ``step``: the newest that an energy event names.
     """
@@ -39,7 +39,7 @@ class RunEnergy:
     parts: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0
     missing: tuple[str, ...] = ()
-    has_others: bool = False
+    has_other_jobs: bool = False
     starts: int = 1
     untold: int = 0
     step: int | None = None
@@ -61,7 +61,7 @@ class RunEnergy:
     def full_text(self) -> str:
         """The energy as text, with what was not counted, and for how many starts."""
         notes = [f"not known: {what}" for what in self.missing]
-        notes += [_OTHER_JOBS_NOTE] if self.has_others and self.joules is not None else []
+        notes += [_OTHER_JOBS_NOTE] if self.has_other_jobs and self.joules is not None else []
         notes += [_UNKNOWN_STARTS.format(self.untold, self.starts)] if self.untold else []
         if self.joules is None:
             return "; ".join(notes) or self.short_text
@@ -104,7 +104,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
         parts=parts,
         tokens=sum(int(e["tokens"]) for e in known if _is_number(e.get("tokens"))),
         missing=tuple(missing),
-        has_others=any(event.get("has_others") is True for event in known),
+        has_other_jobs=any(event.get("has_others") is True for event in known),
         starts=max(starts, len(told)),
         untold=untold,
         step=next((int(e["step"]) for e in reversed(told) if _is_number(e.get("step"))), None),
@@ -268,7 +268,7 @@ STRAGGLER_ADVICE = "look at its clocks, its memory and what else runs there"
 _MIN_WORK_S = 1e-4  # the resolution in which work is recorded
 
 
-def relative_to_median(work_s: Sequence[float]) -> list[float]:
+def divide_by_median(work_s: Sequence[float]) -> list[float]:
     """Return the work of each rank, divided by the median rank's."""
     usual_s = max(statistics.median(work_s), _MIN_WORK_S)
     return [own_s / usual_s for own_s in work_s]
@@ -277,11 +277,11 @@ def relative_to_median(work_s: Sequence[float]) -> list[float]:
 # -- Nodes that a run continues without: written to its events, for the report, and to the log.
 
 
-def report_excluded_nodes(run_dir: Path, left_out: Mapping[str, str]) -> None:
+def report_excluded_nodes(run_dir: Path, excluded_nodes: Mapping[str, str]) -> None:
     """Log and write as events which nodes are left out after a failed start, and why."""
     has_events = (run_dir / EVENTS_FILE).is_file()  # a refused first start leaves none
     events = EventsWriter(run_dir / EVENTS_FILE if has_events else None)
-    for node, why in left_out.items():
+    for node, why in excluded_nodes.items():
         message = f"node {node} is left out from now on: {why}"
         log.warning("%s", message)
         events.write("left_out", node=node, message=message, began_s=time.time())

@@ -258,7 +258,7 @@ class EventKind:
     A key may hold several names, separated by spaces.
     """
 
-    when: str
+    occasion: str
     fields: Mapping[str, tuple[type, str]]
 
 

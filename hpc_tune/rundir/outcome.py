@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
-from hpc_tune.cluster.launchers import run_hpc_tune_command, why_command_failed
+from hpc_tune.cluster.launchers import explain_command_failure, run_hpc_tune_command
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.files import write_file
 from hpc_tune.log import log, warn_unreadable
@@ -21,7 +21,7 @@ from hpc_tune.memory.host import REPORT_BYTES, HostLimit, find_host_limit, oom_k
 from hpc_tune.memory.policy import HOST_LIMITS, Level
 from hpc_tune.rundir.json_lines import METRICS_FILE, RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
-from hpc_tune.world.liveness import HEARTBEAT_LATE_S
+from hpc_tune.world.liveness import LATE_HEARTBEAT_S
 from hpc_tune.world.stop import STOP_FILE
 
 OUTCOME_FILE = "outcome.json"
@@ -247,13 +247,13 @@ def clear_heartbeats(run_dir: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def died_of_memory(last: Sequence[Heartbeat]) -> bool:
+def has_died_of_memory(last: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
-    near = HOST_LIMITS.level_begins_at[Level.TIGHT]
+    near = HOST_LIMITS.level_thresholds[Level.TIGHT]
     return any(_count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last)
 
 
-def describe_last_seen(last: Sequence[Heartbeat]) -> str:
+def describe_last_heartbeats(last: Sequence[Heartbeat]) -> str:
     """Describe how a run without an outcome was last seen."""
     fullest = last[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
@@ -265,14 +265,14 @@ def describe_last_seen(last: Sequence[Heartbeat]) -> str:
     kills = max(map(_count_new_kills, last))
     if kills:
         text += f"; since it began the kernel killed {kills} of that group's processes for memory"
-    elif died_of_memory(last):
+    elif has_died_of_memory(last):
         text += "; probably by the kernel, for memory"
     return text
 
 
 def describe_silence(silent_s: float) -> str:
     """Return a clause about a run that lives but has been silent for a while, or ""."""
-    return f", no sign of life for {silent_s:.0f} s" if silent_s > HEARTBEAT_LATE_S else ""
+    return f", no sign of life for {silent_s:.0f} s" if silent_s > LATE_HEARTBEAT_S else ""
 
 
 def _count_new_kills(heartbeat: Heartbeat) -> int:
@@ -293,7 +293,7 @@ class PreviousRun:
     """
 
     actions: tuple[str, ...] = ()
-    short_of: Literal["host", "device"] | None = None
+    exhausted_memory: Literal["host", "device"] | None = None
     death: str | None = None
 
 
@@ -307,8 +307,10 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
             return PreviousRun(actions)
         return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
     if last:
-        death = f"the last run in {run_dir} did not end by itself; {describe_last_seen(last)}"
-        return PreviousRun(short_of="host" if died_of_memory(last) else None, death=death)
+        death = f"the last run in {run_dir} did not end by itself; {describe_last_heartbeats(last)}"
+        return PreviousRun(
+            exhausted_memory="host" if has_died_of_memory(last) else None, death=death
+        )
     return PreviousRun()
 
 
@@ -335,7 +337,7 @@ def run_report_command(run_dir: Path) -> None:
     try:
         done = run_hpc_tune_command(["report", "--no-job-energy", str(run_dir)], _REPORT_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no report (%s); write it with: %s", why_command_failed(error), later)
+        log.warning("no report (%s); write it with: %s", explain_command_failure(error), later)
         return
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -103,13 +103,15 @@ def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.enviro
     )
 
 
-def is_owner_alive(owner: Owner, me: Owner) -> bool | None:
+def is_owner_alive(owner: Owner, this_owner: Owner) -> bool | None:
     """Return whether the job of ``owner`` lives; None if this process cannot know."""
-    if owner.place == me.place:
+    if owner.place == this_owner.place:
         if _process_start(owner.pid) != owner.start:
             return False
-        return True if owner.folder == me.folder else None  # the lock may have come with a copy
-    if owner.job and owner.job == me.job and owner.restart != me.restart:
+        return (
+            True if owner.folder == this_owner.folder else None
+        )  # the lock may have come with a copy
+    if owner.job and owner.job == this_owner.job and owner.restart != this_owner.restart:
         return False  # the scheduler restarts a job only after it has ended
     return None
 
@@ -120,13 +122,13 @@ class RunLock:
     def __init__(
         self,
         run_dir: Path,
-        me: Owner,
+        this_owner: Owner,
         on_lost: EndRun,
         touch_every_s: float = liveness.LOCK_TOUCH_EVERY_S,
         silent_s: float = liveness.LOCK_STALE_S,
     ) -> None:
         """``on_lost`` is called from a thread if another job takes ``run_dir`` over."""
-        self._path, self._own, self._end_run = run_dir / LOCK_FILE, me, on_lost
+        self._path, self._own, self._end_run = run_dir / LOCK_FILE, this_owner, on_lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._watcher = liveness.Watcher("run-lock", touch_every_s, self._renew_lock)
         self._folder: int | None = None
@@ -163,7 +165,7 @@ class RunLock:
                     age_s,
                     self._silent_s - age_s,
                 )
-            time.sleep(min(liveness.LOCK_LOOK_EVERY_S, self._touch_every_s))
+            time.sleep(min(liveness.LOCK_CHECK_EVERY_S, self._touch_every_s))
         self._watcher.start()
 
     def is_taken_over(self) -> bool:
@@ -257,7 +259,7 @@ def has_owner_died(run_dir: Path) -> bool:
 
 
 def require_shared_dir(
-    run_dir: Path, nonce: str, host: str, limit_s: float = liveness.LOCK_VISIBLE_WITHIN_S
+    run_dir: Path, nonce: str, host: str, limit_s: float = liveness.LOCK_VISIBILITY_LIMIT_S
 ) -> None:
     """Refuse a run directory in which this host does not see the lock that ``host`` has written.
 
@@ -435,8 +437,8 @@ def list_run_files(run_dir: Path) -> frozenset[str] | None:
         return None
 
 
-def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
-    """Remove what was added to ``run_dir`` since ``before``; return the names of what stays.
+def remove_new_files(run_dir: Path, initial_files: frozenset[str]) -> list[str]:
+    """Remove what was added to ``run_dir`` since ``initial_files``; return the names of what stays.
 
     These are prepared data, and what the file system refuses to remove. Files that record the
     refusal stay too, but are not returned.
@@ -445,7 +447,7 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
     is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
     kept = {PREPARED_FOLDER} if is_prepared else set()  # otherwise it has only partial files
     for name in {
-        *((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
+        *((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES - kept),
         STARTING_CONFIG,
     }:
         path = run_dir / name
@@ -454,7 +456,7 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return sorted((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES)
+    return sorted((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES)
 
 
 # -- Whether this user may resume a run that another user has started.

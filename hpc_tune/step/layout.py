@@ -229,7 +229,7 @@ def balance_stages(
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
 
 
-def stage_blocks(
+def assign_stage_blocks(
     config: Any,
     num_blocks: int,
     block_values: float,
@@ -256,7 +256,7 @@ class Pass:
 
     kind: Direction
     chunk: int
-    micro: int
+    micro_batch: int
 
 
 def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
@@ -272,8 +272,8 @@ def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[
         if chunks == 1:
             return Pass(kind, 0, n)
         chunk = n // ranks % chunks
-        micro = n // (ranks * chunks) * ranks + n % ranks
-        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
+        micro_batch = n // (ranks * chunks) * ranks + n % ranks
+        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
 
     total, ahead = num_micro * chunks, ranks - rank - 1
     warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)

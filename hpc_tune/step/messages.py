@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from hpc_tune.config.parallel import AXES
-from hpc_tune.model.experts import num_chosen_experts, num_experts
-from hpc_tune.model.loss import MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES
+from hpc_tune.model.experts import num_experts, num_experts_per_token
+from hpc_tune.model.loss import MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES
 from hpc_tune.model.shared_rows import count_repeated_key_heads
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
@@ -65,25 +65,25 @@ def step_messages(
     plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of a rank in a step; see ``expected_bytes``."""
-    layout, computed = plan.layout, plan.executed_micros(micros)
+    layout, computed_micros = plan.layout, plan.executed_micros(micros)
     if plan.parallel.zero_stage is not None:
         yield _collective(plan, "all_reduce", AXES, 4 * plan.num_router_sums)
-        yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
-        yield from context_messages(plan, computed, recomputes, pp_rank)
+        yield from zero_messages(plan, plan.parallel.zero_stage, len(computed_micros))
+        yield from context_messages(plan, computed_micros, recomputes, pp_rank)
         return
     # The sums of the loss and of the routers, in fp32.
     yield _collective(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
-    if plan.spreads_gradients:
+    if plan.shards_gradients:
         yield _collective(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
-    yield from weight_messages(plan, len(computed), pp_rank)
-    yield from gradient_messages(plan, len(computed), pp_rank)
-    yield from tensor_messages(plan, computed, recomputes, pp_rank)
-    yield from expert_messages(plan, computed, recomputes, pp_rank)
-    yield from context_messages(plan, computed, recomputes, pp_rank)
+    yield from weight_messages(plan, len(computed_micros), pp_rank)
+    yield from gradient_messages(plan, len(computed_micros), pp_rank)
+    yield from tensor_messages(plan, computed_micros, recomputes, pp_rank)
+    yield from expert_messages(plan, computed_micros, recomputes, pp_rank)
+    yield from context_messages(plan, computed_micros, recomputes, pp_rank)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, except at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
-        num_bytes = plan.num_activation_values(computed) * plan.activation_itemsize
+        num_bytes = plan.num_activation_values(computed_micros) * plan.activation_itemsize
         yield Message("send", ("pipeline",), 2, num_bytes, hops)
 
 
@@ -95,7 +95,7 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
     backward pass needs. A frozen embedding is gathered in all backward passes but the step's last,
     for the next forward pass; in a pipeline's first stage once in vain, as no forward pass follows.
     """
-    for weights in filter(plan.is_sharded, plan.rank_weights(pp_rank)):
+    for weights in filter(plan.is_sharded, plan.weights_of_rank(pp_rank)):
         match plan.parallel.reshard:
             case "step":
                 times = 1
@@ -112,7 +112,7 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
         num_bytes = (
             plan.itemsize * weights.num_values if plan.casts_before_gather else weights.num_bytes
         )
-        num_bytes = plan.with_fsdp_padding(weights, num_bytes)
+        num_bytes = plan.add_fsdp_padding(weights, num_bytes)
         yield _collective(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
 
@@ -126,7 +126,7 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
     and last stage sum the gradient of a tied embedding, which both hold.
     """
     layout, parallel = plan.layout, plan.parallel
-    held, whole = plan.rank_weights(pp_rank), Counter[tuple[str, ...]]()
+    held, whole = plan.weights_of_rank(pp_rank), Counter[tuple[str, ...]]()
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reduction_axes(
@@ -140,24 +140,27 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
-        num_bytes = plan.with_fsdp_padding(weights, itemsize * weights.num_values)
+        num_bytes = plan.add_fsdp_padding(weights, itemsize * weights.num_values)
         shards = plan.num_shards(weights)
         yield _collective(
             plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes
         )
         yield _collective(plan, "all_reduce", ("replicate",), num_bytes // shards)
         if weights.role == "partial":
-            own_bytes = plan.with_fsdp_padding(weights, weights.num_bytes) // shards
+            own_bytes = plan.add_fsdp_padding(weights, weights.num_bytes) // shards
             yield _collective(plan, "all_reduce", ("tensor",), own_bytes)
     if plan.is_tied and layout.pipeline > 1 and pp_rank in (0, layout.pipeline - 1):
         embedding = sum(
-            plan.with_fsdp_padding(w, w.num_bytes) for w in held if w.part == "embedding"
+            plan.add_fsdp_padding(w, w.num_bytes) for w in held if w.part == "embedding"
         )
         yield Message("all_reduce", FIRST_AND_LAST_STAGE, 2, embedding // layout.shard)
 
 
 def tensor_messages(
-    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
+    plan: StepPlan,
+    computed_micros: Sequence[MicroTokens],
+    recomputes: bool = False,
+    pp_rank: int = 0,
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
@@ -167,18 +170,18 @@ def tensor_messages(
     """
     model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
-    tokens = sum(tokens for tokens, _ in computed)
+    tokens = sum(tokens for tokens, _ in computed_micros)
     for token_bytes, times in _summed_activations(plan, recomputes, pp_rank):
         yield over(tokens * token_bytes, times)
     if pp_rank == plan.layout.pipeline - 1:
-        most = max(MIN_CHUNK_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
-        for _, loss_tokens in computed:
+        most = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // (4 * model.vocab_size))
+        for _, loss_tokens in computed_micros:
             times = 2 if loss_tokens > most else 1
             yield over(loss_tokens * model.hidden_size * plan.activation_itemsize)
             yield over(loss_tokens * 3 * 4, times)
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
-    blocks, of_model = len(plan.rank_blocks(pp_rank)), plan.size.blocks(model)
+    blocks, of_model = len(plan.blocks_of_rank(pp_rank)), plan.size.blocks(model)
     if gathered := tokens * plan.itemsize * features * blocks // of_model:
         yield _collective(plan, "all_gather", ("tensor",), gathered)
 
@@ -193,26 +196,29 @@ def _summed_activations(
     """
     size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
     usual = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
-    blocks = [(size.block_all_reduces or usual)[number] for number in plan.rank_blocks(pp_rank)]
+    blocks = [(size.block_all_reduces or usual)[number] for number in plan.blocks_of_rank(pp_rank)]
     forward = sum(block.forward for block in blocks)
-    routed = sum(block.routed for block in blocks)
+    router_gradients = sum(block.router_gradients for block in blocks)
     backward, is_first = sum(block.backward for block in blocks), pp_rank == 0
     # A recomputed block repeats its first sums, and stops before its last.
     again = max(0, forward - len(blocks)) if recomputes else 0
     # A frozen embedding that no trained norm follows needs no gradient from the first block.
     unneeded = blocks[0].includes_block_input and is_first and not size.trains_block_input
-    yield hidden * plan.itemsize, forward - routed + again
+    yield hidden * plan.itemsize, forward - router_gradients + again
     # Experts' outputs have the dtype of activations between blocks, and are a block's last sum.
-    yield hidden * wire, routed + backward - unneeded
+    yield hidden * wire, router_gradients + backward - unneeded
     inner = sum(block.inner_features for block in blocks)
     yield wire * inner, int(inner > 0)
     # What routers get back in fp32: a gradient for each expert of a token.
-    yield num_chosen_experts(plan.model) * 4, routed
+    yield num_experts_per_token(plan.model) * 4, router_gradients
     yield hidden * (plan.itemsize if plan.casts_before_gather else wire), int(is_first)
 
 
 def expert_messages(
-    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
+    plan: StepPlan,
+    computed_micros: Sequence[MicroTokens],
+    recomputes: bool = False,
+    pp_rank: int = 0,
 ) -> Iterator[Message]:
     """Yield the messages that send tokens to experts spread over ranks, and back.
 
@@ -226,13 +232,16 @@ def expert_messages(
     over = partial(_collective, plan, "all_to_all", ("expert",))
     mixtures = plan.num_mixture_blocks(pp_rank)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
-    rows = plan.num_activation_values(computed) * num_chosen_experts(plan.model)
+    rows = plan.num_activation_values(computed_micros) * num_experts_per_token(plan.model)
     yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
-    yield over(8 * num_experts(plan.model), mixtures * len(computed))
+    yield over(8 * num_experts(plan.model), mixtures * len(computed_micros))
 
 
 def context_messages(
-    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
+    plan: StepPlan,
+    computed_micros: Sequence[MicroTokens],
+    recomputes: bool = False,
+    pp_rank: int = 0,
 ) -> Iterator[Message]:
     """Yield the messages by which ranks that share rows compute attention over whole rows.
 
@@ -248,9 +257,9 @@ def context_messages(
         return
     tensor = layout.tensor if splits_heads(plan.model) else 1
     heads, groups, width, value_width = head_counts_and_widths(plan.model, tensor)
-    tokens = sum(tokens for tokens, _ in computed)
+    tokens = sum(tokens for tokens, _ in computed_micros)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
-    blocks, axes = len(plan.rank_blocks(pp_rank)), ("context",)
+    blocks, axes = len(plan.blocks_of_rank(pp_rank)), ("context",)
     if plan.row_part().is_head_tail:
         whole = layout.context * tokens * plan.itemsize * groups * (width + value_width)
         yield _collective(plan, "all_gather", axes, whole, blocks * forward)

@@ -13,9 +13,9 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED_EXPERTS, chosen_expert_share
-from hpc_tune.model.shared_rows import RowPart
-from hpc_tune.step.layout import Layout, stage_blocks
+from hpc_tune.model.experts import ROUTED_EXPERTS, active_expert_share
+from hpc_tune.model.shared_rows import RowShard
+from hpc_tune.step.layout import Layout, assign_stage_blocks
 from hpc_tune.step.size import ModelSize, WeightGroup, measure
 from hpc_tune.step.slices import SLICE_ROLES, gathers_keys
 
@@ -90,11 +90,11 @@ class StepPlan:
             return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
         routed = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
-        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_expert_share(self.model))
+        values = sum(w.num_values for w in blocks) - routed * (1 - active_expert_share(self.model))
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
-        return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
+        return assign_stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
-    def rank_blocks(self, pp_rank: int) -> list[int]:
+    def blocks_of_rank(self, pp_rank: int) -> list[int]:
         """Return the decoder blocks of the ``pp_rank``-th rank of the pipeline axis."""
         return [block for stage in self.stages[pp_rank :: self.layout.pipeline] for block in stage]
 
@@ -103,7 +103,7 @@ class StepPlan:
         routed = [weights for weights in self.size.weights if weights.kind == ROUTED_EXPERTS]
         return sum(
             any(not w.values_by_block or w.values_by_block[block] for w in routed)
-            for block in self.rank_blocks(pp_rank)
+            for block in self.blocks_of_rank(pp_rank)
         )
 
     @property
@@ -111,7 +111,7 @@ class StepPlan:
         """Whether the embedding is also the head."""
         return bool(self.model.tie_word_embeddings)
 
-    def rank_weights(self, pp_rank: int) -> list[WeightGroup]:
+    def weights_of_rank(self, pp_rank: int) -> list[WeightGroup]:
         """Return a rank's part of the weights by pipeline, tensor and expert axis, before sharding.
 
         On the pipeline axis, the first rank has the embedding and the last has the head.
@@ -125,7 +125,7 @@ class StepPlan:
                 continue
             part = weights.num_values
             if weights.part == "blocks":
-                part = weights.num_values_in(self.rank_blocks(pp_rank), num_blocks)
+                part = weights.num_values_in(self.blocks_of_rank(pp_rank), num_blocks)
             expert_ranks = layout.expert if weights.kind == ROUTED_EXPERTS else 1
             ways = expert_ranks * (layout.tensor if weights.role in SLICE_ROLES else 1)
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
@@ -147,7 +147,7 @@ class StepPlan:
         """
         return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.casts_before_gather)
 
-    def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
+    def is_replicated(self, is_trained: bool, is_vector: bool) -> bool:
         """Whether every rank keeps all of a parameter where FSDP2 shards the others.
 
         Adapters (all that is trained on a frozen base) stay whole, and so do norms and biases if
@@ -162,7 +162,7 @@ class StepPlan:
         """Whether FSDP2 shards ``weights``."""
         if self.is_expert_parallel(weights.kind) and not self.shards_experts:
             return False
-        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+        return self.uses_fsdp and not self.is_replicated(weights.is_trained, weights.is_vector)
 
     def shard_axis(self, kind: str) -> str:
         """Return the axis over which weights of a kind are sharded: ``shard``, or a part of it."""
@@ -174,16 +174,16 @@ class StepPlan:
             return 1
         return self.layout.size_of([self.shard_axis(weights.kind)])
 
-    def with_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
+    def add_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
         """Return ``num`` values or bytes of a rank's weights, with FSDP2's padding of shards."""
-        return weights.padded(
-            num, self.num_shards(weights), along_any=self.is_expert_parallel(weights.kind)
+        return weights.padded_size(
+            num, self.num_shards(weights), can_shard_any_dim=self.is_expert_parallel(weights.kind)
         )
 
     def num_fsdp_units(self, pp_rank: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers separately."""
         experts = self.num_mixture_blocks(pp_rank) if self.shards_experts else 0
-        return -(-len(self.rank_blocks(pp_rank)) // self.parallel.blocks_per_unit) + 1 + experts
+        return -(-len(self.blocks_of_rank(pp_rank)) // self.parallel.blocks_per_unit) + 1 + experts
 
     # -- What a rank computes.
 
@@ -213,24 +213,24 @@ class StepPlan:
         kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
         return [*kept, *[(1, 0)] * self.num_padding_micros(len(kept))]
 
-    def num_own_tokens(self, tokens: int) -> int:
+    def num_local_tokens(self, tokens: int) -> int:
         """Return how many of the tokens of rows a rank computes, when several ranks share rows."""
         part = self.row_part()
         return -(-tokens // part.num_slices) * (part.num_slices // part.size)
 
-    def row_part(self, rank: int = 0) -> RowPart:
+    def row_part(self, rank: int = 0) -> RowShard:
         """Return which tokens of each row the ``rank``-th rank of the context axis has."""
-        return RowPart(rank, self.layout.context, gathers_keys(self.model, self.layout))
+        return RowShard(rank, self.layout.context, gathers_keys(self.model, self.layout))
 
-    def num_activation_values(self, computed: Sequence[MicroTokens]) -> int:
+    def num_activation_values(self, computed_micros: Sequence[MicroTokens]) -> int:
         """Return the number of values between two blocks: tokens with padding x hidden."""
-        return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
+        return sum(tokens for tokens, _ in computed_micros) * int(self.model.hidden_size)
 
     def num_updated_values(self, pp_rank: int) -> int:
         """Return how many values a rank's optimizer updates."""
         return sum(
-            self.with_fsdp_padding(weights, weights.num_values) // self.num_shards(weights)
-            for weights in self.rank_weights(pp_rank)
+            self.add_fsdp_padding(weights, weights.num_values) // self.num_shards(weights)
+            for weights in self.weights_of_rank(pp_rank)
             if weights.is_trained
         )
 
@@ -247,7 +247,7 @@ class StepPlan:
         return self.size.activation_itemsize(self.itemsize)
 
     @property
-    def only_replicates(self) -> bool:
+    def has_only_replicas(self) -> bool:
         """Whether each rank holds all weights: no message is sent before gradients are summed.
 
         They are summed while the last backward pass runs.
@@ -256,16 +256,16 @@ class StepPlan:
         return layout.replicate == layout.size and layout.context == 1 and not self.uses_fsdp
 
     @property
-    def spreads_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
         shards = (self.size.is_fully_trained and self.uses_fsdp) or self.layout.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def reduction_axes(self, is_partial: bool, is_spread: bool = False) -> tuple[str, ...]:
+    def reduction_axes(self, is_partial: bool, is_distributed: bool = False) -> tuple[str, ...]:
         """Return the axes over which a gradient is summed; for a partial sum also the tensor axis.
 
-        ``is_spread``: for spread experts, whose ranks have had all tokens of the expert axis.
+        ``is_distributed``: for spread experts, whose ranks have had all tokens of the expert axis.
         """
-        if is_spread:
+        if is_distributed:
             return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")

@@ -10,10 +10,10 @@ from torch import nn
 from hpc_tune.model.config_json import value_shared_by_layers
 from hpc_tune.model.experts import (
     ROUTED_EXPERTS,
-    chosen_expert_share,
+    active_expert_share,
     has_experts,
     label_parameters_by_part,
-    num_chosen_experts,
+    num_experts_per_token,
 )
 from hpc_tune.model.kernels import layer_windows
 from hpc_tune.model.layers import find_blocks, is_vector
@@ -64,21 +64,21 @@ class WeightGroup:
     values_by_block: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def padded(self, num: int, shards: int, along_any: bool = False) -> int:
+    def padded_size(self, num: int, shards: int, can_shard_any_dim: bool = False) -> int:
         """Return ``num`` values or bytes of these, with the padding that makes shards equally big.
 
         FSDP2 cuts each tensor into shards of equally many rows; the last may get fewer or none.
-        ``along_any``: it cuts another dimension instead if the shards divide that one.
+        ``can_shard_any_dim``: it cuts another dimension instead if the shards divide that one.
         """
-        divided = self.shape if along_any else self.shape[:1]
+        divided = self.shape if can_shard_any_dim else self.shape[:1]
         if not divided or any(length % shards == 0 for length in divided):
             return num
         rows = self.shape[0]
         return num * (-(-rows // shards) * shards) // rows
 
-    def row_shard_shape(self, ways: int) -> tuple[int, ...]:
-        """Return the shape of each parameter if its rows are cut into ``ways`` parts."""
-        return (self.shape[0] // ways, *self.shape[1:]) if self.shape else ()
+    def row_shard_shape(self, num_shards: int) -> tuple[int, ...]:
+        """Return the shape of each parameter if its rows are cut into ``num_shards`` parts."""
+        return (self.shape[0] // num_shards, *self.shape[1:]) if self.shape else ()
 
     def num_values_in(self, blocks: Sequence[int], num_blocks: int) -> int:
         """Return the values in some of the ``num_blocks`` decoder blocks."""
@@ -94,7 +94,7 @@ class ModelSize:
     ``scale_bytes``: the scales of a 4-bit base's codes. ``weights``: all parameters, by what
     layouts do with them. ``gathered_features``: how many features of a token the tensor axis
     gathers in all blocks, forward and backward; ``block_all_reduces``: what it sums in each.
-    ``spared_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were
+    ``moment_savings_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were
     counted; a configuration may count their attention layers instead.
     """
 
@@ -106,7 +106,7 @@ class ModelSize:
     weights: tuple[WeightGroup, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
     block_all_reduces: tuple[BlockAllReduces, ...] = ()
-    spared_bytes: int = 0
+    moment_savings_bytes: int = 0
     num_blocks: int = 0
 
     @property
@@ -173,12 +173,12 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         () if model is None else _group_weights(model, packed),
         (0, 0) if model is None else gathered_features(model),
         () if model is None else count_all_reduces(model),
-        sum(_spared_bytes(p) for p in trained) if is_8bit else 0,
+        sum(_moment_savings_bytes(p) for p in trained) if is_8bit else 0,
         0 if model is None else len(find_blocks(model)),
     )
 
 
-def _spared_bytes(parameter: nn.Parameter) -> int:
+def _moment_savings_bytes(parameter: nn.Parameter) -> int:
     """Return what 8-bit moments save: codes and scales replace values."""
     num_values = parameter.numel()
     if not has_8bit_moments(num_values):
@@ -190,7 +190,7 @@ def _spared_bytes(parameter: nn.Parameter) -> int:
 def _group_weights(
     module: LossModel, packed: Mapping[nn.Parameter, PackedLayer]
 ) -> tuple[WeightGroup, ...]:
-    roles, blocks = find_tensor_roles(module), _block_numbers(module)
+    roles, blocks = find_tensor_roles(module), _map_blocks_by_parameter(module)
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
     kinds = label_parameters_by_part(module)
     trained = {p for p in module.parameters() if p.requires_grad}
@@ -220,7 +220,7 @@ def _group_weights(
     return tuple(held)
 
 
-def _block_numbers(module: LossModel) -> dict[nn.Parameter, int]:
+def _map_blocks_by_parameter(module: LossModel) -> dict[nn.Parameter, int]:
     return {p: block for block, part in enumerate(find_blocks(module)) for p in part.parameters()}
 
 
@@ -231,7 +231,7 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     experts are spread with them; everything else is divided by the shards, with padding. It is
     assumed that the tensor and pipeline axes divide everything, even norms and uneven stages.
     """
-    state = STATE_COPIES * size.trained_bytes - size.spared_bytes
+    state = STATE_COPIES * size.trained_bytes - size.moment_savings_bytes
     cut = layout.tensor * layout.pipeline
     if not size.is_fully_trained:
         routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED_EXPERTS)
@@ -248,14 +248,16 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     """
     sharded = [w for w in size.weights if w.shape]
     whole = sum(w.num_bytes for w in sharded)
-    padded = 0
+    padded_size = 0
     for weights in sharded:
         if weights.kind == ROUTED_EXPERTS and layout.expert > 1:
             spread = replace(weights, shape=weights.row_shard_shape(layout.expert))
-            padded += spread.padded(weights.num_bytes, layout.expert_shard, along_any=True)
+            padded_size += spread.padded_size(
+                weights.num_bytes, layout.expert_shard, can_shard_any_dim=True
+            )
         else:
-            padded += weights.padded(weights.num_bytes, layout.shard)
-    return num_bytes * padded // whole if whole else num_bytes
+            padded_size += weights.padded_size(weights.num_bytes, layout.shard)
+    return num_bytes * padded_size // whole if whole else num_bytes
 
 
 def max_activation_bytes(model: Any, tokens: int) -> int:
@@ -269,7 +271,7 @@ def max_activation_bytes(model: Any, tokens: int) -> int:
     hidden: int = model.hidden_size
     of_token = 68 * hidden
     if has_experts(model):
-        of_token += 4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_chosen_experts(model)
+        of_token += 4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_experts_per_token(model)
     kept: int = of_token * tokens * model.num_hidden_layers
     logits: int = 8 * tokens * model.vocab_size
     return kept + logits
@@ -302,7 +304,7 @@ def weight_flops_per_token(size: ModelSize, model: Any) -> float:
     is_whole = size.is_fully_trained or sum(w.num_values for w in of_input) >= embedding > 0
     routed = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
     idle = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in routed)
-    idle *= 1 - chosen_expert_share(model)
+    idle *= 1 - active_expert_share(model)
     return weights - (6.0 if is_whole else 4.0) * embedding - idle
 
 

@@ -23,14 +23,14 @@ _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS_STYLE),
 }
-_INNER_SIZES = (
+_INNER_SIZE_KEYS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
     *("linear_num_key_heads", "linear_num_value_heads"),  # of linear attention
 )
 # See read_tp_plan.
 _PARTIAL_FOLLOWERS = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}
-_BLOCK_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
-_ALIGNED_FEATURES = 4  # inner features of an expert in a slice: its matmuls need 16-byte rows
+_BLOCK_INDEX_PATTERN = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
+_FEATURE_ALIGNMENT = 4  # inner features of an expert in a slice: its matmuls need 16-byte rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ExpertStack:
         parameter: nn.Parameter = getattr(self.owner, self.name)
         return parameter
 
-    def adapter_cuts(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
+    def list_adapter_slices(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
         """Yield each adapter's matrix that a cut along ``dim`` cuts, the other, and the dim."""
         outputs = 2 if getattr(self.owner, "is_transposed", False) else 1  # for peft
         for a, b in self.adapters:
@@ -122,13 +122,13 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     features = getattr(config, "intermediate_size", None)  # or one for each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
-    for name in _INNER_SIZES:
+    for name in _INNER_SIZE_KEYS:
         if isinstance(width := getattr(config, name, None), int) and width:
             counts[name] = width
     if EXPERTS_STYLE in plan.values():
         width = counts.get("moe_intermediate_size", counts["intermediate features"])
-        counts[f"times {_ALIGNED_FEATURES} inner features of an expert"] = (
-            width // _ALIGNED_FEATURES
+        counts[f"times {_FEATURE_ALIGNMENT} inner features of an expert"] = (
+            width // _FEATURE_ALIGNMENT
         )
     splits_attention = any("attn" in name or "attention" in name for name in plan)
     if splits_attention and "colwise" in plan.values():
@@ -146,7 +146,7 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     ]
 
 
-def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, int, int]]:
+def list_stack_slices(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, int, int]]:
     """Return (stack, dimension that is cut, number of parts) of an experts' module.
 
     A rank has a share of each expert's inner features. Gate and up lie one after the other in one
@@ -193,9 +193,9 @@ def find_tensor_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
 
 def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, TensorRole]:
     roles: dict[nn.Parameter, TensorRole] = {}
-    for stack, dim, _ in stack_cuts(layer, config, path):
+    for stack, dim, _ in list_stack_slices(layer, config, path):
         roles[stack.parameter] = "inner slice"
-        for sliced, whole, cut in stack.adapter_cuts(dim):
+        for sliced, whole, cut in stack.list_adapter_slices(dim):
             roles[sliced.weight] = "inner slice" if cut else "slice"
             roles[whole.weight] = "partial"
     return roles
@@ -206,14 +206,14 @@ class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
     ``forward``: of matmul outputs. ``backward``: of gradients of matmul inputs, of which one is the
-    block's input if ``includes_block_input``. ``routed``: of gradients of what routers give
+    block's input if ``includes_block_input``. ``router_gradients``: of gradients of what routers give
     experts. ``inner_features``: the features of a token whose gradients are also summed, within
     linear attention.
     """
 
     forward: int
     backward: int
-    routed: int = 0
+    router_gradients: int = 0
     includes_block_input: bool = True
     inner_features: int = 0
 
@@ -224,18 +224,18 @@ def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
     """
     blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
     for path, layer, style in _planned_layers(module):
-        if (number := _BLOCK_NUMBER.search(path)) is not None:
+        if (number := _BLOCK_INDEX_PATTERN.search(path)) is not None:
             blocks[int(number[1])].append((path, layer, style))
     return tuple(map(_count_in_block, blocks))
 
 
-def _count_in_block(styled: list[tuple[str, Any, str]]) -> BlockAllReduces:
-    experts = sum(style == EXPERTS_STYLE for _, _, style in styled)
-    forward = sum(style.startswith("rowwise") for _, _, style in styled)
-    inner = [layer for path, layer, style in styled if has_gathered_input(path, style)]
-    columns = (path for path, _, style in styled if style.startswith("colwise"))
+def _count_in_block(styled_layers: list[tuple[str, Any, str]]) -> BlockAllReduces:
+    experts = sum(style == EXPERTS_STYLE for _, _, style in styled_layers)
+    forward = sum(style.startswith("rowwise") for _, _, style in styled_layers)
+    inner = [layer for path, layer, style in styled_layers if has_gathered_input(path, style)]
+    columns = (path for path, _, style in styled_layers if style.startswith("colwise"))
     sharing = {path.rpartition(".")[0] for path in columns}
-    includes_block_input = not styled or any(
+    includes_block_input = not styled_layers or any(
         "attn" in path or "attention" in path for path in sharing
     )
     features = sum(split_adapters(layer)[0].in_features for layer in inner)

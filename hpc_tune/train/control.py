@@ -35,7 +35,7 @@ from hpc_tune.train.evaluate import (
     held_out_batches,
     restore_evals,
 )
-from hpc_tune.train.governor import Governor, loader_levers, outcome_facts
+from hpc_tune.train.governor import Governor, make_loader_actions, outcome_facts
 from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, RankUsage, Recorder, UsageByRank, open_recorder
 from hpc_tune.train.model import Model
@@ -93,13 +93,13 @@ class StepStatus:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Whether training ``goes_on``, and if so, on which ``batches`` of this rank.
+    """Whether training ``should_continue``, and if so, on which ``batches`` of this rank.
 
     ``terms``: the loss terms of all ranks, which are tokens (by their weights) or pairs.
     ``tokens``: the tokens of all ranks, without padding.
     """
 
-    goes_on: bool
+    should_continue: bool
     batches: Sequence[Batch] = ()
     terms: float = 1.0
     tokens: float = 1.0
@@ -152,14 +152,14 @@ class Control:
         """Return what all ranks do next; save the state before a stop. Collective."""
         trainer, saver, step = self.trainer, self.saver, self.trainer.step
         if step >= trainer.total_steps or self._evaluation.early_stop_reason:
-            return StepDecision(goes_on=False)
+            return StepDecision(should_continue=False)
         self.stall_watch.enter(f"beginning step {step + 1}")
         self._batches = trainer.next_batches()
         # What must still fit before the time limit: another step like the last, and two saves.
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        own_status, last_usage = self._own_status(reason), self.recorder.own_usage
+        own_status, last_usage = self._local_status(reason), self.recorder.own_usage
         status, values_by_rank = own_status.exchange(self._comm, last_usage)
         self._status = status
         self._record_last_step(values_by_rank)
@@ -182,7 +182,7 @@ class Control:
             saver.finish()
             facts = outcome_facts(need, self._governor.actions_taken) if need else {}
             self._stop_outcome = stopped_outcome(stop_reason, saver.committed_step, facts)
-            return StepDecision(goes_on=False)
+            return StepDecision(should_continue=False)
         if trainer.loader.micro_size != micro_size:
             self._batches = trainer.read_again()
         phase = Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.STEADY
@@ -200,7 +200,7 @@ class Control:
         """Return a context manager that profiles the next step if it is one of those to profile."""
         return self._profile.profiling(self.trainer.step + 1)
 
-    def on_step_out_of_memory(self, failed_allocation: str | None) -> None:
+    def handle_step_out_of_memory(self, failed_allocation: str | None) -> None:
         """Handle a step that all ranks gave up; ``failed_allocation``: see ``Trainer``."""
         if failed_allocation is not None:
             self._governor.observe_out_of_memory(failed_allocation)
@@ -271,11 +271,11 @@ class Control:
             step, self._evaluation.early_stop_reason if step < self.trainer.total_steps else None
         )
 
-    def _own_status(self, reason: str | None) -> StepStatus:
+    def _local_status(self, reason: str | None) -> StepStatus:
         """Return this rank's status. Only rank 0's clock determines when to save."""
         return StepStatus(
             *self.recorder.count_tokens_and_flops(self._batches),
-            saves_due=self._clock.due_in_s <= 0,
+            saves_due=self._clock.time_until_due_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
             collection_due=is_garbage_collection_due(),
@@ -353,13 +353,15 @@ def prepare_control(
     loader.set_micro_size(micro_size)
     saver = open_saver(job, model, engine)
     files = [source.store.path for source in data.sources]
-    levers = (
-        loader_levers(loader, files, saver.release_staging_blocks) | saver.levers | engine.levers
+    memory_actions = (
+        make_loader_actions(loader, files, saver.release_staging_blocks)
+        | saver.memory_actions
+        | engine.memory_actions
     )
-    previous = job.previous
-    if saved is not None and not previous.actions:  # a killed run's are only in its checkpoint
-        previous = replace(previous, actions=tuple(saved.governor))
-    governor = Governor(job.step_comm, job.monitor, job.events, levers, previous)
+    previous_run = job.previous_run
+    if saved is not None and not previous_run.actions:  # a killed run's are only in its checkpoint
+        previous_run = replace(previous_run, actions=tuple(saved.governor))
+    governor = Governor(job.step_comm, job.monitor, job.events, memory_actions, previous_run)
     job.memory_exit.governor = governor
     log_micro_batches(model, plan, loader.micro_size)
     job.monitor.enter(Phase.FIRST_STEP, "beginning the first step", writes_heartbeat=True)

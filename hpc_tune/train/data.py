@@ -12,10 +12,10 @@ import numpy as np
 
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
-from hpc_tune.config.data import DataConfig, Form, is_prepared
+from hpc_tune.config.data import DataConfig, DataForm, is_prepared
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end_token
-from hpc_tune.data.chunks import describe_unread, is_builtin, list_source_files
+from hpc_tune.data.chunks import describe_unread_files, is_builtin, list_source_files
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, as_list, describe_read_files, find_files, join_paths
 from hpc_tune.data.hdf5_format import TokenStore, find_prepared_files
@@ -146,7 +146,7 @@ def _require_source(wanted: SourceConfig, cache: Path) -> None:
 
 
 def open_data(
-    job: Job, model: Model, resolved: ResolvedLayout, checkpoint: Path | None = None
+    job: Job, model: Model, resolved_layout: ResolvedLayout, checkpoint: Path | None = None
 ) -> Data:
     """Open the data for this rank's part of each step; prepare it first if raw. Collective.
 
@@ -156,8 +156,8 @@ def open_data(
     config, comm = model.config, job.setup_comm
     job.monitor.enter(Phase.DATA, "preparing the data", writes_heartbeat=True)
     comm.begin("preparing the data")
-    own = LazyTokenizer(model.built.directory, config.data.chat_template)
-    sources, held_out = open_sources(config.data, comm, job.dir, own, config.tune.form)
+    lazy_tokenizer = LazyTokenizer(model.built.directory, config.data.chat_template)
+    sources, held_out = open_sources(config.data, comm, job.dir, lazy_tokenizer, config.tune.form)
     comm.run_on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
     step, saved = comm.run_on_rank_0("looking at the data", lambda: _read_position(checkpoint))
@@ -167,10 +167,12 @@ def open_data(
         rows,
         order,
         global_size=size,
-        rank=resolved.coordinates.data,
-        size=resolved.layout.data_parallel_size,
+        rank=resolved_layout.coordinates.data,
+        size=resolved_layout.layout.data_parallel_size,
     )
-    if comm.device.type == "cuda" and resolved.layout.context == 1:  # else only parts are pinned
+    if (
+        comm.device.type == "cuda" and resolved_layout.layout.context == 1
+    ):  # else only parts are pinned
         loader.pin_batches(comm.device)
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size
@@ -187,19 +189,22 @@ def open_data(
     require = partial(_require_loss_tokens, data, order, config.train.eval_rows)
     comm.run_on_rank_0("looking at the data", require)
     comm.run_on_rank_0(
-        "looking at the chat template", partial(_warn_unknown_stop_token, own, data.counters)
+        "looking at the chat template",
+        partial(_warn_unknown_stop_token, lazy_tokenizer, data.counters),
     )
     template = comm.run_on_rank_0(
         "looking at the chat template",
-        lambda: own.tokenizer.chat_template if config.data.chat_template else None,
+        lambda: lazy_tokenizer.tokenizer.chat_template if config.data.chat_template else None,
     )
     return replace(data, template=template)
 
 
-def _warn_unknown_stop_token(own: LazyTokenizer, counters: Counters) -> None:
+def _warn_unknown_stop_token(lazy_tokenizer: LazyTokenizer, counters: Counters) -> None:
     """Warn if answers end with a token at which other tools would not stop."""
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
-    if has_prompts and (why := describe_unknown_stop_token(own.tokenizer, own.model_dir)):
+    if has_prompts and (
+        why := describe_unknown_stop_token(lazy_tokenizer.tokenizer, lazy_tokenizer.model_dir)
+    ):
         log.warning("%s", why)
 
 
@@ -240,9 +245,9 @@ def _require_loss_tokens(data: Data, order: SampleOrder, eval_rows: int | None) 
 
 
 def _require_source_loss_tokens(
-    source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str
+    source: OpenSource, order: SampleOrder, max_rows: int | None, verb: str
 ) -> None:
-    """Refuse data if none of the first ``most_rows`` rows has a token that carries loss.
+    """Refuse data if none of the first ``max_rows`` rows has a token that carries loss.
 
     This can happen with data prepared for a longer seq_len: all answers may lie beyond the run's.
 
@@ -251,7 +256,7 @@ def _require_source_loss_tokens(
     """
     store = source.store
     rows = PackedSampler(*sort_by_length(store, source.limit), order)
-    num_rows = min(most_rows or rows.num_rows, rows.num_rows)
+    num_rows = min(max_rows or rows.num_rows, rows.num_rows)
     documents = (d for row in range(num_rows) for d in rows.documents_of(row))
     if not any(store.document(d)[1][1 : order.seq_len].any() for d in documents):
         raise DataError(
@@ -263,17 +268,21 @@ def _require_source_loss_tokens(
 
 
 def open_sources(
-    data: DataConfig, comm: Comm, run_dir: Path, own: LazyTokenizer, form: Form = "answers"
+    data: DataConfig,
+    comm: Comm,
+    run_dir: Path,
+    lazy_tokenizer: LazyTokenizer,
+    form: DataForm = "answers",
 ) -> tuple[list[OpenSource], list[OpenSource]]:
     """Open the training and held-out sources; prepare raw ones first. Collective."""
     training, held_out = list_training_sources(data), list_eval_sources(data)
     apart = [] if data.eval_fraction else held_out
     comm.run_on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
-    tokenizers = {data.chat_template: own}
+    tokenizers = {data.chat_template: lazy_tokenizer}
 
     def open_source(wanted: SourceConfig) -> OpenSource:
         template = wanted.data.chat_template
-        lazy = tokenizers.setdefault(template, LazyTokenizer(own.model_dir, template))
+        lazy = tokenizers.setdefault(template, LazyTokenizer(lazy_tokenizer.model_dir, template))
         what = wanted.path, wanted.data, lazy, comm, run_dir, wanted.part, form
         with prefix_errors_with_source(wanted):
             return limit_documents(wanted, open_or_prepare(*what), warns=comm.is_rank_0)
@@ -286,7 +295,7 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
     labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
     if not labels:
         return
-    good = sum(int(np.count_nonzero(own)) for own in labels)
+    good = sum(int(np.count_nonzero(source_labels)) for source_labels in labels)
     others = sum(map(len, labels)) - good
     require_both_labels(
         good, others, ", ".join(source.store.attributes.source for source in sources)
@@ -317,11 +326,11 @@ def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceCon
 def open_or_prepare(
     path: Paths,
     data: DataConfig,
-    own: LazyTokenizer,
+    lazy_tokenizer: LazyTokenizer,
     comm: Comm,
     run_dir: Path,
     part: SplitPart = "all",
-    form: Form = "answers",
+    form: DataForm = "answers",
 ) -> TokenStore:
     """Open prepared data. All ranks prepare raw data first; later starts reuse the result."""
 
@@ -329,9 +338,11 @@ def open_or_prepare(
         store = TokenStore.open(file)
         store.require_form(form)
         if comm.is_rank_0:
-            store.require_tokenizer(own.tokenizer, own.fingerprint)
-            if (rows := read_num_embeddings(own.model_dir)) is not None:
-                highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
+            store.require_tokenizer(lazy_tokenizer.tokenizer, lazy_tokenizer.fingerprint)
+            if (rows := read_num_embeddings(lazy_tokenizer.model_dir)) is not None:
+                highest = lazy_tokenizer.tokenizer.convert_ids_to_tokens(
+                    store.attributes.highest_token
+                )
                 store.require_embeddings(rows, highest)
             verify_content_once(store, run_dir / VERIFIED_FILE, is_new)
         return store
@@ -347,18 +358,19 @@ def open_or_prepare(
     folder = Path(data.cache) if data.cache else run_dir / "data"
     settings = preparation_settings(data, part, form)
     out = comm.run_on_rank_0(
-        "looking at the data", lambda: folder / cache_file_name(path, own.fingerprint, settings)
+        "looking at the data",
+        lambda: folder / cache_file_name(path, lazy_tokenizer.fingerprint, settings),
     )
     was_prepared = comm.run_on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:
         comm.run_on_rank_0("making the data folder", lambda: make_folder(folder))
-        tokenizer = comm.run_and_agree("loading the tokenizer", lambda: own.tokenizer)
+        tokenizer = comm.run_and_agree("loading the tokenizer", lambda: lazy_tokenizer.tokenizer)
         prepare_file(path, out, data, tokenizer, comm, part, form)
     return comm.run_and_agree("opening the data", lambda: open_store(out, is_new=not was_prepared))
 
 
 def preparation_settings(
-    data: DataConfig, part: SplitPart = "all", form: Form = "answers"
+    data: DataConfig, part: SplitPart = "all", form: DataForm = "answers"
 ) -> PrepareSettings:
     """Return the preparation settings that follow from the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
@@ -373,7 +385,7 @@ def prepare_file(
     tokenizer: Any,
     comm: Comm,
     part: SplitPart = "all",
-    form: Form = "answers",
+    form: DataForm = "answers",
 ) -> None:
     """Tokenize raw data into ``out``, each rank its part. Collective.
 
@@ -391,7 +403,7 @@ def prepare_file(
         listing = find_files(path)
         if len(listing.files) > 1:
             log.info("%s: %s", join_paths(path), describe_read_files(listing))
-        for line in describe_unread(listing, tokenizer_name(tokenizer)):
+        for line in describe_unread_files(listing, tokenizer_name(tokenizer)):
             log.warning("%s: %s", join_paths(path), line)
     log.info("prepared %s: %s", name, counters)
 

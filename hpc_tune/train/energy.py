@@ -38,12 +38,12 @@ class RunEnergyMeter:
     def __init__(
         self,
         job: Job,
-        counters_of: Callable[[Sequence[str]], list[EnergyCounter]] = find_energy_counters,
+        find_counters: Callable[[Sequence[str]], list[EnergyCounter]] = find_energy_counters,
     ) -> None:
         """Begin to measure. Collective."""
         self._job, comm = job, job.setup_comm
         gpus = _gpu_addresses_of_node(comm)
-        self._meter = None if gpus is None else EnergyMeter(counters_of(gpus))
+        self._meter = None if gpus is None else EnergyMeter(find_counters(gpus))
         self._began_s = time.monotonic()
 
     def end(self, step: int, tokens: int) -> None:
@@ -101,7 +101,9 @@ def sum_node_energy(nodes: Sequence[EnergyByPart], are_exclusive: bool) -> dict[
     for parts in nodes:
         node = parts.get(NODE, PartEnergy())
         own = {
-            name: _measured_j(name, parts[name]) for name in (GPUS, CPUS, MEMORY) if name in parts
+            name: _measured_energy_j(name, parts[name])
+            for name in (GPUS, CPUS, MEMORY)
+            if name in parts
         }
         for name, own_j in own.items():
             joules[name] += own_j
@@ -126,7 +128,7 @@ def _has_counter(parts: EnergyByPart, name: str) -> bool:
     return name in parts and parts[name].counted > 0
 
 
-def _measured_j(name: str, part: PartEnergy) -> float:
+def _measured_energy_j(name: str, part: PartEnergy) -> float:
     return part.joules if name == GPUS or part.counted == part.total else 0.0
 
 

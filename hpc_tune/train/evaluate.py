@@ -15,7 +15,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
-from hpc_tune.log import SAME_ON_ALL_RANKS, log
+from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
 from hpc_tune.model.objective import compute_metrics, format_metrics, zero_rewards
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.json_lines import EventsWriter
@@ -45,7 +45,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
         )
         if data.eval_references:
             held_out.set_reference_log_probs(data.eval_references[number])
-        found[source.name] = partial(_batches_of, held_out, data.loader)
+        found[source.name] = partial(_iter_batches, held_out, data.loader)
     return found
 
 
@@ -61,18 +61,18 @@ def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
     return hashlib.sha256(json.dumps([sources, num_rows]).encode()).hexdigest()[:16]
 
 
-def restore_evals(saved: RunState | None, held_out_hash: str, events: EventsWriter) -> Evals:
-    """Return the evaluations in ``saved`` unless they used held-out data of another hash.
+def restore_evals(saved_state: RunState | None, held_out_hash: str, events: EventsWriter) -> Evals:
+    """Return the evaluations in ``saved_state`` unless they used held-out data of another hash.
 
     If so, log and record the change, and return no evaluations. An empty hash (unknown) fits any.
     """
-    if saved is None:
+    if saved_state is None:
         return Evals()
-    evals = Evals.from_json(saved.evals)
+    evals = Evals.from_json(saved_state.evals)
     if (
         evals.last is None
-        or "" in (held_out_hash, saved.held_out)
-        or held_out_hash == saved.held_out
+        or "" in (held_out_hash, saved_state.held_out)
+        or held_out_hash == saved_state.held_out
     ):
         return evals
     log.warning(
@@ -80,13 +80,13 @@ def restore_evals(saved: RunState | None, held_out_hash: str, events: EventsWrit
         "train.eval_rows: later losses are not compared with them, and the best is chosen among "
         "the later ones only",
         evals.last[0],
-        extra=SAME_ON_ALL_RANKS,
+        extra=LOG_ON_RANK_0_ONLY,
     )
-    events.write("held_out", saved.step)
+    events.write("held_out", saved_state.step)
     return Evals()
 
 
-def _batches_of(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
+def _iter_batches(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
     return held_out.batches(loader.micro_size)
 
 
@@ -183,7 +183,7 @@ class Evaluation:
                 log.warning(
                     "step %d: the held-out loss%s is %s; it never counts as the best",
                     *(step, f" of {name}" if name else "", own),
-                    extra=SAME_ON_ALL_RANKS,
+                    extra=LOG_ON_RANK_0_ONLY,
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
         also = f", {format_metrics(measures)}" if measures else ""
@@ -199,7 +199,7 @@ class Evaluation:
                 "step %d: %s",
                 step,
                 facts.likelihood_displacement_warning(self.evals.chosen),
-                extra=SAME_ON_ALL_RANKS,
+                extra=LOG_ON_RANK_0_ONLY,
             )
         return EvalResult(num, eval_s, measures, losses)
 

@@ -38,7 +38,7 @@ from hpc_tune.memory.device import (
 )
 from hpc_tune.memory.host import find_host_limit
 from hpc_tune.memory.monitor import MemoryMonitor, MemoryShortage
-from hpc_tune.packages import why_import_failed
+from hpc_tune.packages import explain_import_failure
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.facts import append_failure_details
 from hpc_tune.rundir.json_lines import EVENTS_FILE, EventsWriter
@@ -54,7 +54,7 @@ from hpc_tune.world.failure import (
     announce_exit,
     claim_failure_report,
     end_world,
-    exit_code_of,
+    find_exit_code,
     is_broken_connection,
     print_failure,
 )
@@ -85,7 +85,7 @@ def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[N
     except KeyboardInterrupt:
         fail_run(comm, InterruptError(), run_dir)
     except Exception as error:
-        why = why_import_failed(error)  # of a package: ranks import some late
+        why = explain_import_failure(error)  # of a package: ranks import some late
         fail_run(comm, error if why is None else ConfigError(why), run_dir)
 
 
@@ -142,7 +142,7 @@ def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Pa
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    before, is_refused = comm.resume_point.before, exit_code_of(error) == EXIT_USER_ERROR
+    before, is_refused = comm.resume_point.before, find_exit_code(error) == EXIT_USER_ERROR
     if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
         words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
         print_line(f"this start left {words} in run.dir={run_dir}")
@@ -154,7 +154,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
 
     The first report of a start stays in outcome.json, and every rank exits with its code.
     """
-    code = exit_code_of(error)
+    code = find_exit_code(error)
     first_code = _first_reported_code(comm, error, run_dir)
     if first_code is not None and _may_be_consequence(error):
         return first_code, False
@@ -164,7 +164,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
     failure = claim_failure_report(comm, error)
     if failure is None:
-        time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
+        time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAIT_S)
         first_code = None if writes else _first_reported_code(comm, error, run_dir)
         return code if first_code is None else first_code, writes
     if first_code is None and not is_urgent:  # claim_failure_report took time: look again
@@ -193,7 +193,7 @@ def _print_failure(failure: Failure, comm: Comm | None, run_dir: Path | None) ->
 def _add_checkpoint_advice(failure: Failure, comm: Comm | None, error: BaseException) -> Failure:
     """Add the last checkpoint to the report, and what to do if the run can be resumed."""
     step = None if comm is None else comm.resume_point.step
-    if exit_code_of(error) != EXIT_FAILED:
+    if find_exit_code(error) != EXIT_FAILED:
         return failure
     said = [failure.reason.rstrip(".")]
     if step is not None and "last checkpoint" not in failure.reason.lower():
@@ -277,7 +277,7 @@ class StartupWatchdog:
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
         self._resume_point = resume_point
         self._watcher = liveness.Watcher(
-            "startup-watchdog", liveness.STOP_LOOK_EVERY_S, self._stop_if_due
+            "startup-watchdog", liveness.STOP_CHECK_EVERY_S, self._stop_if_due
         )
         self._watcher.start()
 

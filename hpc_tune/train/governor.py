@@ -42,7 +42,7 @@ _ACTION_WORDS = {
     Action.SAVE_IN_PIECES: "waits for its saves",
     Action.SPLIT_MICRO_BATCHES: "uses smaller micro-batches",
     Action.RECOMPUTE: "recomputes activations",
-    Action.MORE_PIECES: "computes MLPs in more pieces of a row",
+    Action.USE_MORE_PIECES: "computes MLPs in more pieces of a row",
     Action.OFFLOAD_ACTIVATIONS: "keeps activations in host memory",
     Action.MOVE_OPTIMIZER: "keeps the optimizer's state in host memory",
 }
@@ -56,11 +56,16 @@ class Governor:
         comm: Comm,
         monitor: MemoryMonitor,
         events: EventsWriter,
-        levers: Mapping[Action, ActionHandle],
-        previous: PreviousRun,
+        memory_actions: Mapping[Action, ActionHandle],
+        previous_run: PreviousRun,
     ) -> None:
-        """Repeat the actions of the ``previous`` run, and one rung more if memory ended it."""
-        self._comm, self._monitor, self._events, self._levers = comm, monitor, events, levers
+        """Repeat the actions of ``previous_run``, and one rung more if memory ended it."""
+        self._comm, self._monitor, self._events, self._levers = (
+            comm,
+            monitor,
+            events,
+            memory_actions,
+        )
         self._policy = PolicyState()
         self._levels = (Level.CALM, Level.CALM)
         self._reported = Level.CALM
@@ -69,16 +74,20 @@ class Governor:
         if monitor.mode != "on":
             return
         actions = {action.value: action for action in Action}
-        taken = tuple(actions[name] for name in previous.actions if actions.get(name) in levers)
-        self._policy = PolicyState(taken)
-        if previous.short_of is not None:
-            taken = next_actions_after_oom(taken, self._available_actions(previous.short_of))
-        self._policy = PolicyState(
-            taken, num_kept=0 if monitor.device is None else _num_kept(taken)
+        taken = tuple(
+            actions[name] for name in previous_run.actions if actions.get(name) in memory_actions
         )
-        for action in dict.fromkeys(self._policy.taken):
+        self._policy = PolicyState(taken)
+        if previous_run.exhausted_memory is not None:
+            taken = next_actions_after_oom(
+                taken, self._available_actions(previous_run.exhausted_memory)
+            )
+        self._policy = PolicyState(
+            taken, num_permanent=0 if monitor.device is None else _count_permanent_actions(taken)
+        )
+        for action in dict.fromkeys(self._policy.taken_actions):
             self._set_level(action)
-        if self._policy.taken:
+        if self._policy.taken_actions:
             log.info(
                 "memory  actions of the last run stay in effect: %s", ", ".join(self.actions_taken)
             )
@@ -86,7 +95,7 @@ class Governor:
     @property
     def actions_taken(self) -> list[str]:
         """The actions taken that are still in effect, in order."""
-        return [action.value for action in self._policy.taken]
+        return [action.value for action in self._policy.taken_actions]
 
     @property
     def handles_device_oom(self) -> bool:
@@ -136,7 +145,7 @@ class Governor:
 
     def advice(self, need: MemoryShortage) -> str:
         """Return what the next start will do about the shortage, or what the user can do."""
-        taken = self._policy.taken
+        taken = self._policy.taken_actions
         coming = next_actions_after_oom(taken, self._available_actions(need.memory))[len(taken) :]
         if not coming:
             return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
@@ -150,28 +159,28 @@ class Governor:
         if device == Level.CRITICAL and host < Level.WILL_EXCEED:
             return decide_after_device_oom(self._policy, self._available_actions("device"))
         level = max(host, device)
-        short_of = [
+        exhausted_memory = [
             memory_kind for memory_kind, own in (("host", host), ("device", device)) if own == level
         ]
-        return decide_action(self._policy, level, self._available_actions(*short_of))
+        return decide_action(self._policy, level, self._available_actions(*exhausted_memory))
 
-    def _available_actions(self, *short_of: str) -> frozenset[Action]:
-        """Return the actions that can still free the memory ``short_of``: "host", "device" or both.
+    def _available_actions(self, *exhausted_memory: str) -> frozenset[Action]:
+        """Return the actions that can still free the memory ``exhausted_memory``: "host", "device" or both.
 
         Without a device, actions that would free device memory free host memory.
         """
-        taken, frees = self._policy.taken, {*short_of}
+        taken, freed_memory = self._policy.taken_actions, {*exhausted_memory}
         if self._monitor.device is None:
-            frees.add("device")
+            freed_memory.add("device")
         return frozenset(
             action
             for action, lever in self._levers.items()
-            if action.frees in frees and taken.count(action) < lever.most
+            if action.freed_memory in freed_memory and taken.count(action) < lever.max_times
         )
 
     def _set_level(self, action: Action) -> str:
         """Apply an action as often as the ladder has taken it; describe the resulting setting."""
-        return self._levers[action].apply_times(self._policy.taken.count(action))
+        return self._levers[action].apply_times(self._policy.taken_actions.count(action))
 
     def _local_fill(self, memory_kind: Literal["host", "device"]) -> "_MemoryFill":
         """Return how full this rank's memory is; host memory if there is no device."""
@@ -217,11 +226,13 @@ class _MemoryFill:
     text: str
 
 
-def _num_kept(taken: Sequence[Action]) -> int:
+def _count_permanent_actions(taken: Sequence[Action]) -> int:
     """Return how many of the actions ``taken`` at the start are never undone: all up to the last
     one that frees device memory, since without it the device may run out and end the run.
     """
-    return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
+    return max(
+        (number for number, a in enumerate(taken, 1) if a.freed_memory == "device"), default=0
+    )
 
 
 def _format_fraction(used: int, limit: int) -> str:
@@ -234,18 +245,18 @@ def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
     return {**facts, "governor": list(taken)}
 
 
-def loader_levers(
-    loader: Loader, data_files: Sequence[Path], give_back: Callable[[], None] = lambda: None
+def make_loader_actions(
+    loader: Loader, data_files: Sequence[Path], release_memory: Callable[[], None] = lambda: None
 ) -> dict[Action, ActionHandle]:
     """Return the levers of a loader that reads ``data_files``; its micro-batches are not split yet.
 
-    ``give_back`` frees memory that other parts keep for reuse.
+    ``release_memory`` frees memory that other parts keep for reuse.
     """
     micro_size = loader.micro_size
 
     def trim(_: int) -> str:
         before = own_bytes()
-        give_back()
+        release_memory()
         trim_heap()
         empty_caches()
         for file in data_files:
@@ -265,7 +276,7 @@ def loader_levers(
         Action.TRIM: ActionHandle(trim),
         Action.SHRINK_BUFFERS: ActionHandle(shrink_buffers),
         Action.SPLIT_MICRO_BATCHES: ActionHandle(
-            split_micro_batches, most=micro_size.bit_length() - 1
+            split_micro_batches, max_times=micro_size.bit_length() - 1
         ),
     }
 

@@ -48,7 +48,7 @@ class Job:
     checkpoints store them, and a resumed run compares its settings with the stored ones.
 
     ``setup_comm`` ends the world if a rank hangs in its local work; ``step_comm`` is the same with
-    the timeout of steps. ``previous``: how the last run in ``dir`` ended. ``chosen``: the layout
+    the timeout of steps. ``previous_run``: how the last run in ``dir`` ended. ``candidate``: the layout
     that parallel=auto chose from measurements of this machine.
     """
 
@@ -56,7 +56,7 @@ class Job:
     setup_comm: Comm
     step_comm: Comm
     dir: Path
-    previous: PreviousRun
+    previous_run: PreviousRun
     store: Store
     events: EventsWriter
     monitor: MemoryMonitor
@@ -65,7 +65,7 @@ class Job:
     owner: RunLock
     stop: StopFlag
     watchdog: StartupWatchdog
-    chosen: Candidate | None
+    candidate: Candidate | None
     faults: Faults
 
     def make_stall_watch(self) -> StallWatch:
@@ -78,7 +78,7 @@ class Job:
 
 @contextmanager
 def open_job(
-    config: RunConfig, comm: Comm, stop: StopFlag, chosen: Candidate | None, faults: Faults
+    config: RunConfig, comm: Comm, stop: StopFlag, candidate: Candidate | None, faults: Faults
 ) -> Iterator[Job]:
     """Lock the run directory and run the memory monitor for a block. Collective.
 
@@ -105,7 +105,7 @@ def open_job(
                 run_dir, owner, config.run, partial(write_resolved_config, config)
             ),
         )
-        _require_shared(comm, run_dir)
+        _require_shared_run_dir(comm, run_dir)
         owner.remember_folder()
         events = comm.run_and_agree(
             "opening the events", lambda: EventsWriter(run_dir / EVENTS_FILE if is_rank_0 else None)
@@ -126,7 +126,7 @@ def open_job(
                     yield Job(
                         *(config, comm, training, run_dir, last, store, events),
                         *(monitor, memory_exit, resume_point, owner, stop, watchdog),
-                        *(chosen, faults),
+                        *(candidate, faults),
                     )
             finally:
                 if is_rank_0:
@@ -161,7 +161,7 @@ def _make_run_dir(
     return last
 
 
-def _require_shared(comm: Comm, run_dir: Path) -> None:
+def _require_shared_run_dir(comm: Comm, run_dir: Path) -> None:
     if comm.world.num_nodes == 1:
         return
     is_first_of_node = comm.world.local_rank == 0 and not comm.is_rank_0

@@ -124,12 +124,12 @@ class ExpertLoadWriter:
             return
         line = ExpertTokens(self._step, self._since, self._layers, self._counts)
         self._lines.write(**to_row(line))
-        starved = find_starving_experts(self._layers, self._counts)
-        if starved and starved != self._last_warned:
-            message = describe_starving_experts(starved, self._since, self._step)
+        starving_experts = find_starving_experts(self._layers, self._counts)
+        if starving_experts and starving_experts != self._last_warned:
+            message = describe_starving_experts(starving_experts, self._since, self._step)
             log.warning("%s", message)
             self._events.write("warning", self._step, message=message)
-        self._last_warned, self._since = starved, self._step
+        self._last_warned, self._since = starving_experts, self._step
         self._counts = [[0] * len(row) for row in self._counts]
 
     def close(self) -> None:
@@ -151,9 +151,13 @@ def find_starving_experts(
     return found
 
 
-def describe_starving_experts(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
+def describe_starving_experts(
+    starving_experts: Mapping[int, Sequence[int]], since: int, step: int
+) -> str:
     """Return a warning about experts that starve, naming a few of them."""
-    each = [f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starved.items()]
+    each = [
+        f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starving_experts.items()
+    ]
     return (
         "experts starve, with less than a hundredth of an even share of the tokens in steps "
         f"{since + 1} to {step}: {list_some(each, _MAX_SHOWN, '; ')}. tune.router_aux_loss "
@@ -236,23 +240,23 @@ class MetricsWriter:
                 100 * metrics.comm_s / metrics.step_s,
             )
 
-    def record_evaluation(self, step: int, eval_loss: float, measured: EvalResult) -> None:
+    def record_evaluation(self, step: int, eval_loss: float, eval_result: EvalResult) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
-        terms = {"eval_pairs" if measured.measures else "eval_tokens": measured.terms}
+        terms = {"eval_pairs" if eval_result.measures else "eval_tokens": eval_result.terms}
         row = to_row(
             EvalMetrics(
                 time=time.time(),
                 step=step,
                 eval_loss=eval_loss,
-                eval_s=measured.seconds,
-                eval_preferences=measured.measures,
-                eval_losses=measured.losses,
+                eval_s=eval_result.seconds,
+                eval_preferences=eval_result.measures,
+                eval_losses=eval_result.losses,
                 **terms,
             )
         )
         self._lines.write(**row)
         self._write_trackers(step, row)
-        self._progress.exclude(measured.seconds)
+        self._progress.exclude(eval_result.seconds)
         if self._experts is not None:
             self._experts.write()
 
@@ -484,15 +488,15 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
     """Open the files and trackers that record the steps after ``start_step``. Collective."""
     comm, peak_per_s = job.setup_comm, _peak_flops(job.setup_comm)
 
-    def make_metrics() -> MetricsWriter:
+    def make_metrics_writer() -> MetricsWriter:
         if not comm.is_rank_0:
             return MetricsWriter(None, data.total_steps, start_step)
         trackers = _open_run_trackers(job, model, start_step)
-        advise, routers = job.chosen is None, model.built.routers
+        advise, routers = job.candidate is None, model.built.routers
         experts = ExpertLoadWriter(job.dir, start_step, routers, job.events) if routers else None
         return MetricsWriter(job.dir, data.total_steps, start_step, trackers, advise, experts)
 
-    def make_rank_work() -> RankWorkWriter:
+    def make_rank_work_writer() -> RankWorkWriter:
         run_dir = job.dir if comm.is_rank_0 else None
         return RankWorkWriter(comm.world.size, run_dir, start_step, data.total_steps)
 
@@ -501,8 +505,8 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
         partial(attention_flops, model.built.config),
         peak_per_s * comm.world.size if peak_per_s else None,
     )
-    metrics = comm.run_and_agree("opening the metrics", make_metrics)
-    rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work)
+    metrics = comm.run_and_agree("opening the metrics", make_metrics_writer)
+    rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work_writer)
     of_world = job.step_comm, plan, flops, data.loader, job.monitor
     return Recorder(*of_world, metrics, rank_work, data.mixture)
 

@@ -13,16 +13,16 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.log import SAME_ON_ALL_RANKS, log
+from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
 from hpc_tune.model import grouped_matmul
-from hpc_tune.model.adapters import ALL_LINEAR
+from hpc_tune.model.adapters import ALL_LINEAR_TARGET
 from hpc_tune.model.balance import list_routers
 from hpc_tune.model.build import BuiltModel, build, resolve_dtype
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny_model
+from hpc_tune.model.builtin import BUILTIN_TINY_MODEL, write_tiny_model
 from hpc_tune.model.config_json import config_enables_router_loss, refuse_weightless_shape
 from hpc_tune.model.experts import is_mixture_of_experts, require_shardable_experts
-from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
-from hpc_tune.model.language import read_config, why_texts_too_long
+from hpc_tune.model.kernels import Kernels, choose_model_kernels, explain_expert_loop
+from hpc_tune.model.language import explain_too_long_texts, read_config
 from hpc_tune.model.layers import find_unreplaceable_linears
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
@@ -66,14 +66,14 @@ class Model:
     def choose_kernels(self, device: torch.device) -> Kernels:
         """Return the kernels that compute the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
-        needs_mask = not module.within_documents or module.needs_mask
+        needs_mask = not module.uses_document_attention or module.needs_mask
         why = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
         found = choose_model_kernels(built.config, built.dtype, train.compiles, device, why)
         slow = ""
         if is_mixture_of_experts(built.module) and device.type == "cuda":
             slow = grouped_matmul.grouped_kernel_fault(device, built.dtype)
-            slow = slow or why_experts_loop(built.dtype, device)
+            slow = slow or explain_expert_loop(built.dtype, device)
         return replace(
             found, lora=None if tune.method == "full" else "own", expert_loop_reason=slow
         )
@@ -137,16 +137,16 @@ def build_model(job: Job, is_fresh: bool) -> Model:
         raise DataError(
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
-    _require_supported(proof, kind, config.parallel, config.tune)
+    _require_supported_settings(proof, kind, config.parallel, config.tune)
     _require_trained_targets(built, proof)
     _refuse_split_tied_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
-        built.module.within_documents = False
+        built.module.uses_document_attention = False
     if config.data.packing and proof.packing:
         log.warning(
             "data.packing is off, one document per row, since for a %s model %s",
             *(kind, proof.packing),
-            extra=SAME_ON_ALL_RANKS,
+            extra=LOG_ON_RANK_0_ONLY,
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
@@ -166,7 +166,7 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
     if model.config.tune.form != "pairs":
         return model
     longest = comm.run_on_rank_0(
-        "looking at the pairs", lambda: max(store.longest_side() for store in sources)
+        "looking at the pairs", lambda: max(store.longest_side_tokens() for store in sources)
     )
     _log_fit_of_positions(
         model.built, longest, f"{longest} tokens, the longest answer with its prompt,"
@@ -176,9 +176,11 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
 
 def _log_fit_of_positions(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of ``longest`` tokens; ``what`` describes the texts."""
-    too_long = why_texts_too_long(built.config, built.directory, built.rope_scaling, longest, what)
+    too_long = explain_too_long_texts(
+        built.config, built.directory, built.rope_scaling, longest, what
+    )
     if too_long:
-        log.warning("%s", too_long, extra=SAME_ON_ALL_RANKS)
+        log.warning("%s", too_long, extra=LOG_ON_RANK_0_ONLY)
     if has_length_scaling(built.config):
         log.info("rotary positions are scaled for texts of %s", what)
 
@@ -189,28 +191,28 @@ def _log_ignored_parts(built: BuiltModel) -> None:
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
             "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-            extra=SAME_ON_ALL_RANKS,
+            extra=LOG_ON_RANK_0_ONLY,
         )
     if config_enables_router_loss(built.directory) and not built.tune.router_losses:
         log.warning(
             "config.json asks for a loss of the routers (output_router_logits), as left there by "
             "tools that train with one; hpc_tune instead reads tune.router_aux_loss, which is not "
             "set: no such loss is used",
-            extra=SAME_ON_ALL_RANKS,
+            extra=LOG_ON_RANK_0_ONLY,
         )
     special = sorted({path.rpartition(".")[2] for path in find_unreplaceable_linears(built.module)})
-    what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
+    what = ["have no adapters"] if ALL_LINEAR_TARGET in built.tune.targets else []
     what += [f"are not in {packed}"] if (packed := built.tune.base_packing) else []
     if special and what and built.tune.method != "full":
         log.info(
             "%s %s: the model does not call them as linear layers",
             *(", ".join(special), " and ".join(what)),
         )
-    if built.others:
-        log.info("ignored in the model's files: %s", ", ".join(built.others))
+    if built.unused_parts:
+        log.info("ignored in the model's files: %s", ", ".join(built.unused_parts))
 
 
-def _require_supported(
+def _require_supported_settings(
     proof: ArchitectureCheck, kind: str, parallel: ParallelConfig, tune: TuneConfig
 ) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
@@ -248,7 +250,7 @@ def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> Non
     tune, kind = built.tune, built.config.model_type
     if tune.method == "full":
         text = "these tensors get no gradient and stay as they are: %s"
-        log.warning(text, ", ".join(untrained), extra=SAME_ON_ALL_RANKS)
+        log.warning(text, ", ".join(untrained), extra=LOG_ON_RANK_0_ONLY)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
     named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
@@ -258,7 +260,7 @@ def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> Non
     )
     if named:
         raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
-    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=SAME_ON_ALL_RANKS)
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=LOG_ON_RANK_0_ONLY)
 
 
 def _with_router_watch(
@@ -288,7 +290,7 @@ def _with_router_watch(
             f"{'it' if len(losses) == 1 else 'them'} out"
         )
     if is_mixture_of_experts(built.module):
-        log.warning("the tokens of each expert are not counted: %s", why, extra=SAME_ON_ALL_RANKS)
+        log.warning("the tokens of each expert are not counted: %s", why, extra=LOG_ON_RANK_0_ONLY)
     return built
 
 
@@ -301,7 +303,7 @@ def _warn_unpacked_experts(built: BuiltModel) -> None:
             built.config.model_type,
             format_bytes(whole),
             packed,
-            extra=SAME_ON_ALL_RANKS,
+            extra=LOG_ON_RANK_0_ONLY,
         )
 
 
@@ -310,7 +312,7 @@ def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) ->
     asked = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
     said = [f"parallel.{name}={size}" for name, size in asked.items() if size > 1]
     said += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
-    if said and built.tokens and built.tied:
+    if said and built.tokens and built.tied_name:
         raise ConfigError(
             f"tune.trainable_tokens with {' and '.join(said)}: the output head of this model is "
             "its embedding, and reads the trained rows as well, but not every rank has these rows; "
@@ -321,7 +323,7 @@ def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) ->
 def prepare_model_dir(path: str, comm: Comm, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
     refuse_weightless_shape(path)
-    if path != BUILTIN_TINY:
+    if path != BUILTIN_TINY_MODEL:
         _refuse_adapter(Path(path))
         return Path(path)
     directory = run_dir / "builtin-tiny"
@@ -361,7 +363,7 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
             log.warning(warning)
         if resolved.parallel.row_pieces != 1 and has_mlps(module):
             log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)
-    if job.chosen is None:
+    if job.candidate is None:
         return resolved
-    seconds = job.chosen.time.seconds
+    seconds = job.candidate.time.seconds
     return replace(resolved, why=f"the shortest step by prediction, {seconds:.3g} s")

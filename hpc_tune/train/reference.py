@@ -32,7 +32,7 @@ from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
 from hpc_tune.files import write_file
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.policy import Phase
-from hpc_tune.model.float8 import why_no_float8_matmuls
+from hpc_tune.model.float8 import explain_missing_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import AnswerLogProbabilities, PreferenceSums
 from hpc_tune.model.rotary import has_length_scaling
@@ -68,7 +68,7 @@ def attach_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine:
         return data
     for source, rows in zip(data.sources, data.packed_sources, strict=True):
         rows.set_reference_log_probs(_load_or_compute_reference(job, model, plan, source, engine))
-    data.loader.discard_prefetched()
+    data.loader.discard_prefetched_steps()
     references = [
         _load_or_compute_reference(job, model, plan, source, engine) for source in data.held_out
     ]
@@ -135,14 +135,14 @@ def _compute_reference(
 
 
 def _group_results(
-    found: Iterable[tuple[list[int], torch.Tensor]],
+    results: Iterable[tuple[list[int], torch.Tensor]],
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield documents and their sums, M x 2, for many micro-batches at a time.
 
     Reading sums makes the host wait for the device, so they are not read after each micro-batch.
     """
     pending_results: list[tuple[list[int], torch.Tensor]] = []
-    for documents, log_probs in found:
+    for documents, log_probs in results:
         # A row whose answers have no mismatched ones has no tokens, and so no documents.
         if documents:
             pending_results.append((documents, log_probs.reshape(-1, 2)))
@@ -182,16 +182,16 @@ def hash_init_adapter(tune: TuneConfig) -> str | None:
     return hashlib.sha256(weights).hexdigest()
 
 
-def require_same_init_adapter(saved: RunState, tune: TuneConfig) -> None:
+def require_same_init_adapter(saved_state: RunState, tune: TuneConfig) -> None:
     """Check that a resumed run uses the same reference model as before.
 
     Raises:
         ConfigError: if the reference differs. DataError: see ``hash_init_adapter``.
     """
     now = hash_init_adapter(tune)
-    if now is None or saved.start in (None, now):
+    if now is None or saved_state.start in (None, now):
         return
-    before, path = flatten(saved.config).get("tune.init_from"), tune.init_from
+    before, path = flatten(saved_state.config).get("tune.init_from"), tune.init_from
     said = f"{path} has other weights than in the checkpoint's run"
     if before != path:
         said = f"the run started from {before or 'no adapter'}, but {path or 'none'} is given now"
@@ -218,7 +218,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
     ]
     if tune.init_from is not None:  # these scale its weights, and equal the adapter's own settings
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
-    if tune.base_dtype and not why_no_float8_matmuls(device, model.built.dtype):
+    if tune.base_dtype and not explain_missing_float8_matmuls(device, model.built.dtype):
         facts.append("float8 products")
     if multiplies_in_tf32(train, model.built.dtype, find_architecture(device)):
         facts.append("tf32")
@@ -265,21 +265,23 @@ class KlTerms(NamedTuple):
     number: float = 0.0
 
 
-def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool = False) -> KlTerms:
+def sum_kl_terms(
+    engine: Engine, mismatched: Iterable[Batch], is_within_step: bool = False
+) -> KlTerms:
     """Return this rank's part of a step's KL estimate, from its mismatched answers.
 
     The host waits for the device only once, at the end.
     """
-    counted, found = [], []
+    counted, results = [], []
     for batch, log_probs in engine.objective_sums(
-        mismatched, AnswerLogProbabilities(), within_step
+        mismatched, AnswerLogProbabilities(), is_within_step
     ):
         if batch.pairs is not None and len(batch.pairs.num_loss_tokens_P2):
             counted.append(batch.pairs)
-            found.append(log_probs)
-    if not found:
+            results.append(log_probs)
+    if not results:
         return KlTerms()
-    moved_P = torch.cat(found).view(-1, 2)[:, 1].cpu()
+    moved_P = torch.cat(results).view(-1, 2)[:, 1].cpu()
     moved_P = moved_P - torch.cat([pairs.reference_log_probs_P2[:, 1] for pairs in counted])
     is_there_P = torch.cat([pairs.num_loss_tokens_P2[:, 1] for pairs in counted]) > 0
     moved_P = torch.where(is_there_P, moved_P, 0.0)
@@ -307,7 +309,7 @@ def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
         HpcTuneError: if their log-probabilities differ by more than rounding.
     """
     sums = PreferenceSums(*result.sums)
-    moved = sums.moved / max(1.0, sums.reference)
+    moved = sums.log_prob_change / max(1.0, sums.reference)
     if moved > _TOLERANCE_BY_ITEMSIZE[plan.itemsize]:
         raise HpcTuneError(
             f"step 1: the answers' log-probabilities differ by {moved:.2%} from the reference's, "

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState, check_resume, require_same_settings
-from hpc_tune.checkpoint.store import MANIFEST, Store, find_damage, newest_valid, read_state
+from hpc_tune.checkpoint.store import (
+    MANIFEST,
+    Store,
+    find_damage,
+    find_newest_valid_checkpoint,
+    read_state,
+)
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError, find_remedy
 from hpc_tune.files import write_file
@@ -52,17 +58,17 @@ def find_checkpoint(job: Job) -> Path | None:
     return path
 
 
-def _find_requested_checkpoint(comm: Comm, wanted: str, store: Store) -> Path | None:
-    if wanted != "auto" and comm.run_on_rank_0(
-        "looking for checkpoints", lambda: _was_resume_applied(store, wanted)
+def _find_requested_checkpoint(comm: Comm, resume_setting: str, store: Store) -> Path | None:
+    if resume_setting != "auto" and comm.run_on_rank_0(
+        "looking for checkpoints", lambda: _was_resume_applied(store, resume_setting)
     ):
         log.info(
             "checkpoint.resume=%s was applied by an earlier start: resuming from the newest "
             "checkpoint",
-            wanted,
+            resume_setting,
         )
         return _find_newest_valid_checkpoint(comm, store)
-    match wanted:
+    match resume_setting:
         case "auto":
             return _find_newest_valid_checkpoint(comm, store)
         case "none":
@@ -122,7 +128,7 @@ def resume(
     return saved
 
 
-def keep_settings(job: Job, data: Data) -> None:
+def store_settings(job: Job, data: Data) -> None:
     """Store the settings of the run, once nothing can refuse this start any more. Collective.
 
     Raises:
@@ -147,7 +153,7 @@ def _store_settings(run_dir: Path, template: str | None) -> None:
 
 def _find_newest_valid_checkpoint(comm: Comm, store: Store) -> Path | None:
     paths = comm.run_on_rank_0("looking for checkpoints", store.step_folders)
-    newest = newest_valid(paths, partial(_find_damage, comm), warn=comm.is_rank_0)
+    newest = find_newest_valid_checkpoint(paths, partial(_find_damage, comm), warn=comm.is_rank_0)
     if newest is None and paths:
         raise CheckpointError(
             f"{store.folder}: none of its {len(paths)} checkpoints verifies; move them away to "
@@ -164,7 +170,7 @@ def _find_damage(comm: Comm, path: Path) -> str | None:
     return next((damage for damage in comm.gather(own) if damage), None)
 
 
-def _was_resume_applied(store: Store, wanted: str) -> bool:
+def _was_resume_applied(store: Store, resume_setting: str) -> bool:
     """Return whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
 
     If so, this is the same command again, after a stop or in a requeued job. Checkpoints with a
@@ -173,7 +179,7 @@ def _was_resume_applied(store: Store, wanted: str) -> bool:
     for path in reversed(store.step_folders()):
         with contextlib.suppress(CheckpointError):
             state = RunState.from_json(read_state(path), str(path))
-            return bool(state.config["checkpoint"]["resume"] == wanted)
+            return bool(state.config["checkpoint"]["resume"] == resume_setting)
     return False
 
 

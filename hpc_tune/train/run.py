@@ -30,7 +30,7 @@ from hpc_tune.train.exit import ending_world_on_error, join_world, startup_watch
 from hpc_tune.train.job import Job, open_job
 from hpc_tune.train.model import Model, build_model, resolve_layout, with_scaled_positions
 from hpc_tune.train.reference import attach_reference
-from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
+from hpc_tune.train.resume import find_checkpoint, resume, store_settings
 from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import (
     MemoryForecast,
@@ -61,9 +61,9 @@ def finish(
     job.stop.end()
     energy.end(control.trainer.step, control.recorder.tokens)
     record_memory_peaks(job, forecast)
-    if job.chosen is not None:
+    if job.candidate is not None:
         job.events.write(
-            "layout", **compare_step_times(job.chosen, control.recorder.metrics.steps_s)
+            "layout", **compare_step_times(job.candidate, control.recorder.metrics.steps_s)
         )
     control.recorder.close()
     control.trainer.loader.close()
@@ -159,7 +159,9 @@ def run(
     stop_scope = nullcontext() if stop is None else closing(stop)
     with join_world(config.run, run_dir, faults.join) as all_ranks, stop_scope:
         agree_on_settings(all_ranks, config.model_dump(mode="json"))
-        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, all_ranks.is_rank_0)
+        stop = stop or StopFlag.create_for_run(
+            run_dir, config.train.time_limit, all_ranks.is_rank_0
+        )
         stop.install()
         if config.parallel.layout != "auto":
             outcome = _train(config, all_ranks, stop, None, force, faults)
@@ -167,16 +169,16 @@ def run(
             return outcome.exit_code
         with startup_watchdog(all_ranks, stop, run_dir, all_ranks.resume_point):
             require_data(config.data, all_ranks, run_dir)
-            chosen, comm = measure_and_choose_layout(config, all_ranks)
+            candidate, comm = measure_and_choose_layout(config, all_ranks)
         if comm is None:  # this rank is left out
             return wait_as_idle_rank(all_ranks)
         configure_logging(comm.world.rank)
         with ending_world_on_error(comm, run_dir):
-            parallel = with_layout(config.parallel, chosen.layout)
+            parallel = with_layout(config.parallel, candidate.layout)
             config = config.model_copy(update={"parallel": parallel})
-            outcome = _train(config, comm, stop, chosen, force, faults)
+            outcome = _train(config, comm, stop, candidate, force, faults)
             shutdown(comm)
-        num_idle = all_ranks.world.size - len(chosen.ranks) if all_ranks.is_rank_0 else 0
+        num_idle = all_ranks.world.size - len(candidate.ranks) if all_ranks.is_rank_0 else 0
         release_idle_ranks(all_ranks.store, num_idle, outcome.exit_code)
         return outcome.exit_code
 
@@ -185,14 +187,14 @@ def _train(
     config: RunConfig,
     comm: Comm,
     stop: StopFlag,
-    chosen: Candidate | None,
+    candidate: Candidate | None,
     force: bool,
     faults: Faults,
 ) -> Outcome:
     if config.train.deterministic:
         make_deterministic()
-    with open_job(config, comm, stop, chosen, faults) as job:
-        if chosen is None:
+    with open_job(config, comm, stop, candidate, faults) as job:
+        if candidate is None:
             require_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
         model = build_model(job, is_fresh=checkpoint is None)
@@ -207,7 +209,7 @@ def _train(
         engine = load_engine(job, model, plan)
         data = attach_reference(job, model, plan, data, engine)
         saved = resume(job, checkpoint, model, engine, data)
-        keep_settings(job, data)
+        store_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
         energy = RunEnergyMeter(job)
         with control.stall_watch.watching(), defer_garbage_collection():
@@ -223,7 +225,7 @@ def train(trainer: Trainer, control: Control) -> Outcome:
         HpcTuneError: see ``Control.record_step``.
     """
     control.begin()
-    while (decision := control.decide()).goes_on:
+    while (decision := control.decide()).should_continue:
         with control.profile_step():
             has_gradients = trainer.accumulate(decision.batches, decision.terms, decision.tokens)
             if has_gradients:
@@ -232,5 +234,5 @@ def train(trainer: Trainer, control: Control) -> Outcome:
         if has_gradients:
             control.record_step(result)
         else:  # a rank ran out of memory: the ranks decide again
-            control.on_step_out_of_memory(trainer.out_of_memory_reason)
+            control.handle_step_out_of_memory(trainer.out_of_memory_reason)
     return control.end()

@@ -106,7 +106,7 @@ class Saver:
         engine: Engine,
         events: EventsWriter,
         settings: CheckpointConfig,
-        writing: WriteOptions,
+        write_options: WriteOptions,
         resume_point: ResumePoint,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
     ) -> None:
@@ -115,7 +115,7 @@ class Saver:
         """
         self._pack, self._resume_point = pack, resume_point
         self._comm, self._store, self._engine, self._events = comm, store, engine, events
-        self._settings, self._writing = settings, writing
+        self._settings, self._writing = settings, write_options
         self._background = settings.background and engine.saves_in_background
         self._in_pieces, self._block_pool = False, PinnedBlockPool()
         self._committed_step = resume_point.step or 0
@@ -126,7 +126,7 @@ class Saver:
         self._waits_s: list[float] = []
 
     @property
-    def levers(self) -> dict[Action, ActionHandle]:
+    def memory_actions(self) -> dict[Action, ActionHandle]:
         """The memory-saving actions that the governor may apply to saves."""
         return {Action.SAVE_IN_PIECES: ActionHandle(self._save_in_pieces)}
 
@@ -168,7 +168,7 @@ class Saver:
                     lambda: (self._store.begin(state.step), os.urandom(8).hex()),
                 )
             except HpcTuneError as error:
-                self._on_failed_save(state.step, error)
+                self._handle_failed_save(state.step, error)
                 return
             writer = self._start_writer(self._regions_by_file(folder))
             reports = SaveReports(self._comm, name)
@@ -250,17 +250,17 @@ class Saver:
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _start_writer(self, parts: dict[Path, list[Region]]) -> CheckpointWriter:
-        writing, kept, budget = self._writing, self._block_pool, 0
-        device = writing.device(kept) if writing.device is not None else None
+        write_options, kept, budget = self._writing, self._block_pool, 0
+        device = write_options.device(kept) if write_options.device is not None else None
         if not self.is_blocking:
             total = total_block_bytes([region for regions in parts.values() for region in regions])
             wanted, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
-                wanted, total, on_device, writing.can_allocate, kept.num_bytes
+                wanted, total, on_device, write_options.can_allocate, kept.num_bytes
             )
             if budget < total and kept.num_bytes:  # cannot copy all: kept blocks are useless
                 kept.release()
-        return CheckpointWriter(parts, budget, writing.faults, device)
+        return CheckpointWriter(parts, budget, write_options.faults, device)
 
     @contextmanager
     def _count_blocked_time(self) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Saver:
             own = self._comm.run_and_agree("saving a checkpoint", save.task.result)
         except HpcTuneError as error:
             save.writer.cancel(str(error))
-            self._on_failed_save(save.state.step, error)
+            self._handle_failed_save(save.state.step, error)
             return
         committed = self._comm.broadcast(own)
         assert committed is not None
@@ -344,7 +344,7 @@ class Saver:
         files: list[WrittenFile],
         task: "_ThreadTask[_CommittedCheckpoint | None]",
     ) -> tuple[Path, list[WrittenFile]]:
-        def require_wanted() -> None:
+        def raise_if_obsolete() -> None:
             task.raise_if_canceled()
             if not self._writing.owns_folder():
                 raise CheckpointError(f"{save.folder}: another job has taken the run directory")
@@ -355,9 +355,9 @@ class Saver:
             files = rest + self._pack(save.folder, weights)
         task.raise_if_canceled()
         state = save.state.to_json()
-        return self._store.commit(save.folder, state, files, require_wanted), files
+        return self._store.commit(save.folder, state, files, raise_if_obsolete), files
 
-    def _on_failed_save(self, step: int, error: HpcTuneError) -> None:
+    def _handle_failed_save(self, step: int, error: HpcTuneError) -> None:
         if self._settings.required:
             raise error
         self._events.write("warning", step, message=f"not saved: {error}")
@@ -370,7 +370,7 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
     tune, pack = model.config.tune, None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
-    writing = WriteOptions(
+    write_options = WriteOptions(
         job.config.run.timeout,
         job.monitor.can_allocate,
         CudaStagingDevice if job.setup_comm.device.type == "cuda" else None,
@@ -378,7 +378,7 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
         job.faults,
     )
     common = (job.step_comm, job.store, engine, job.events, job.config.checkpoint)
-    return Saver(*common, writing, job.resume_point, pack)
+    return Saver(*common, write_options, job.resume_point, pack)
 
 
 def _require_no_write_errors(reports: Sequence[SaveReport]) -> None:
@@ -448,7 +448,7 @@ DEFAULT_INTERVAL_S = 1800.0  # until a save has been measured
 # nodes (The Llama 3 Herd of Models, arXiv:2407.21783, table 5) are one per 264 node-days.
 NODE_DAYS_PER_FAILURE = 264.0
 _DAY_S = 86400.0
-_RECENT_SAVES = 5  # the median of the newest saves is used
+_NUM_RECENT_SAVES = 5  # the median of the newest saves is used
 _MIN_LOGGED_CHANGE = 0.1
 
 
@@ -471,7 +471,7 @@ def choose_save_interval(history: StartHistory, num_nodes: int) -> tuple[float, 
             DEFAULT_INTERVAL_S,
             f"every {format_seconds(DEFAULT_INTERVAL_S)} until a save has been measured",
         )
-    wait_s = statistics.median(history.waits_s[-_RECENT_SAVES:])
+    wait_s = statistics.median(history.waits_s[-_NUM_RECENT_SAVES:])
     if history.failures:
         mtbf_s = history.running_s / history.failures
         times = f"{history.failures} failure{'s' * (history.failures > 1)}"
@@ -507,7 +507,7 @@ class SaveClock:
         self._saved_at_s = time.monotonic() - max(0.0, (self._interval_s or 0.0) - FIRST_SAVE_DUE_S)
 
     @property
-    def due_in_s(self) -> float:
+    def time_until_due_s(self) -> float:
         """The seconds until a save is due: 0 or less once it is, infinity if never."""
         if self._interval_s is None:
             return math.inf

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_tune.config.data import DataConfig, HeldOutSource, TrainedSource, is_prepared
+from hpc_tune.config.data import DataConfig, HeldOutSource, TrainingSource, is_prepared
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.files import Paths, join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import warn_of_cut_documents
+from hpc_tune.data.loader import warn_of_truncated_documents
 from hpc_tune.data.order import (
     MixturePhase,
     SampleOrder,
@@ -80,7 +80,7 @@ def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
     return [
         _source_config(
             "data.eval_sources",
-            data.for_source(of_name[source.label]) if source.label in of_name else data,
+            data.with_source(of_name[source.label]) if source.label in of_name else data,
             source,
         )
         for source in data.eval_sources or []
@@ -90,7 +90,7 @@ def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
 def _source_config(
     setting: str, data: DataConfig, source: HeldOutSource, part: SplitPart = "all"
 ) -> SourceConfig:
-    alone = data.for_source(source)
+    alone = data.with_source(source)
     return SourceConfig(source.label, f"{setting}: {source.label}", alone, part, source.limit)
 
 
@@ -115,16 +115,20 @@ def limit_documents(wanted: SourceConfig, store: TokenStore, warns: bool = True)
 
 
 def build_rows(
-    data: DataConfig, sources: Sequence[OpenSource], order: SampleOrder, saved: Any, comm: Comm
+    data: DataConfig,
+    sources: Sequence[OpenSource],
+    order: SampleOrder,
+    saved_state: Any,
+    comm: Comm,
 ) -> Rows:
-    """Return the rows to train on; ``saved``: a checkpoint's position in them. Collective.
+    """Return the rows to train on; ``saved_state``: a checkpoint's position in them. Collective.
 
     Raises:
         ConfigError, CheckpointError: see ``determine_phases``. DataError: if a source has nothing
         to learn.
     """
     for source in sources if comm.is_rank_0 else ():
-        warn_of_cut_documents(source.store, order.seq_len)
+        warn_of_truncated_documents(source.store, order.seq_len)
     if data.sources is None:
         return PackedRows(sources[0].store, order)
     packed = {}
@@ -135,14 +139,16 @@ def build_rows(
     settings = data.sources
 
     def count() -> list[MixturePhase]:
-        return determine_phases(saved, _mixture_parts(settings, sources, packed), data.new_mixture)
+        return determine_phases(
+            saved_state, _mixture_parts(settings, sources, packed), data.new_mixture
+        )
 
     phases = comm.run_on_rank_0("counting learned tokens", count)
     return MixedRows({name: packed[name] for name in phases[-1].parts}, phases)
 
 
 def _mixture_parts(
-    settings: Sequence[TrainedSource],
+    settings: Sequence[TrainingSource],
     sources: Sequence[OpenSource],
     packed: Mapping[str, PackedRows],
 ) -> dict[str, MixturePart]:
@@ -168,11 +174,11 @@ def _mixture_parts(
 
 
 def determine_phases(
-    saved: Mapping[str, Any] | None, parts: dict[str, MixturePart], new_mixture: bool
+    saved_state: Mapping[str, Any] | None, parts: dict[str, MixturePart], new_mixture: bool
 ) -> list[MixturePhase]:
     """Return the phases of a run; the last one has ``parts``.
 
-    ``saved``: a checkpoint's position, None for a fresh run. ``new_mixture``: the mixture may
+    ``saved_state``: a checkpoint's position, None for a fresh run. ``new_mixture``: the mixture may
     differ from the checkpoint's in its weights and sources.
 
     Raises:
@@ -180,16 +186,16 @@ def determine_phases(
             weights; if a source has other data; if the checkpoint's run had data.path.
         CheckpointError: if the checkpoint's mixture cannot be read.
     """
-    if saved is None:
+    if saved_state is None:
         return [MixturePhase(parts)]
-    if "phases" not in saved:
+    if "phases" not in saved_state:
         raise ConfigError(
             "the checkpoint is from a run with data.path, but this run sets data.sources: set that "
             "run's data.path again, or start a new run from its adapter (another run.dir, "
             "checkpoint.resume=none, tune.init_from)"
         )
     try:
-        phases, row = phases_from_json(saved["phases"]), int(saved["rows"])
+        phases, row = phases_from_json(saved_state["phases"]), int(saved_state["rows"])
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the checkpoint's mixture cannot be used: {reason}") from None
@@ -217,17 +223,17 @@ def determine_phases(
     return [*phases, MixturePhase(after, row, last.epoch_at(row))]
 
 
-def describe_mixture_changes(saved: Mapping[str, Any], phases: Sequence[MixturePhase]) -> str:
+def describe_mixture_changes(saved_state: Mapping[str, Any], phases: Sequence[MixturePhase]) -> str:
     """Describe how the mixture differs from a checkpoint's, "" if it does not."""
-    before = phases_from_json(saved["phases"])
+    before = phases_from_json(saved_state["phases"])
     return "; ".join(_list_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
 
 
-def _describe_data_change(saved: MixturePart, now: MixturePart) -> str:
-    if saved.content != now.content:
+def _describe_data_change(saved_state: MixturePart, current_part: MixturePart) -> str:
+    if saved_state.content != current_part.content:
         return "is not the data this run was trained on, or it was prepared in another way"
-    if saved.limit != now.limit:
-        before, after = (p.limit or "no limit" for p in (saved, now))
+    if saved_state.limit != current_part.limit:
+        before, after = (p.limit or "no limit" for p in (saved_state, current_part))
         return f"has limit={after}, but {before} in the checkpoint"
     return ""
 
@@ -281,7 +287,7 @@ def describe_planned_sources(
 
 
 def check_source_repeats(
-    sources: Sequence[TrainedSource], phases: Sequence[MixturePhase], total_rows: int
+    sources: Sequence[TrainingSource], phases: Sequence[MixturePhase], total_rows: int
 ) -> Iterator[str]:
     """Yield a warning that names the sources that a run of ``total_rows`` repeats.
 

@@ -62,7 +62,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         reserve=monitor.require_free_bytes,
         run_and_agree=comm.run_and_agree,
         faults=job.faults,
-        row_tokens=plan.num_own_tokens(config.data.seq_len),
+        row_tokens=plan.num_local_tokens(config.data.seq_len),
     )
     uses_zero = plan.parallel.zero_stage is not None
     monitor.enter(Phase.LOAD, "loading the model", writes_heartbeat=True)
@@ -157,7 +157,7 @@ class Trainer:
         found = KlTerms()
         try:
             mismatched = [b.mismatched for b in batches if b.mismatched]
-            found = sum_kl_terms(self.engine, mismatched, within_step=True)
+            found = sum_kl_terms(self.engine, mismatched, is_within_step=True)
         except torch.OutOfMemoryError as error:
             self._note_out_of_memory(error)
         moved, number, ran_out = self._comm.sum([*found, self.out_of_memory_reason is not None])

@@ -43,7 +43,7 @@ from hpc_tune.world.discover import World, discover, local_world_fields, make_ho
 from hpc_tune.world.failure import (
     FAILURE_KEY,
     end_world,
-    end_world_on_uncaught,
+    end_world_on_uncaught_error,
     rank_label,
     watch_launcher,
 )
@@ -86,7 +86,7 @@ def bootstrap(
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
         ConfigError: if a rank may open too few files.
     """
-    end_world_on_uncaught(None)
+    end_world_on_uncaught_error(None)
     processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
     who = rank_label(None)
@@ -130,7 +130,7 @@ def bootstrap(
         startup_limit_s=limit_s,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
-    end_world_on_uncaught(comm)
+    end_world_on_uncaught_error(comm)
     comm = _start_watches(comm, address, settings, on_failure)
     _log_world(comm, all_facts, warning)
     return comm
@@ -466,7 +466,7 @@ def _pid_namespace() -> str:
 
 
 _POLL_S = 1.0
-_LEAVE_LIMIT_S = 10.0
+_EXIT_LIMIT_S = 10.0
 
 
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
@@ -517,7 +517,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
         comm.watch.renumber(comm, ranks)
     if comm.nccl is not None:
         comm.nccl.renumber(comm)
-    end_world_on_uncaught(comm)
+    end_world_on_uncaught_error(comm)
     return comm
 
 
@@ -544,7 +544,7 @@ def release_idle_ranks(store: "Store", num_idle: int, exit_code: int) -> None:
     if not num_idle:
         return
     StoreKeys(store, "ended").set(exit_code)
-    left, until_s = StoreKeys(store, "left"), time.monotonic() + _LEAVE_LIMIT_S
+    left, until_s = StoreKeys(store, "left"), time.monotonic() + _EXIT_LIMIT_S
     while left.add(0) < num_idle and time.monotonic() < until_s:
         time.sleep(0.1)
 

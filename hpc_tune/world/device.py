@@ -16,8 +16,8 @@ from hpc_tune.cluster.unused_gpus import (
     VISIBILITY_VARIABLES,
     TorchBuild,
     UnusedGpus,
+    explain_cuda_failure,
     find_unused_gpus,
-    why_cuda_fails,
 )
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.units import list_some
@@ -181,15 +181,15 @@ def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
     """
     owner: dict[str, int] = {}
 
-    def place(rank: int, tried: set[str]) -> bool:
+    def place(rank: int, visited_gpus: set[str]) -> bool:
         free = next((gpu for gpu in seen[rank] if gpu not in owner), None)
         if free is not None:
             owner[free] = rank
             return True
         for gpu in seen[rank]:
-            if gpu not in tried:
-                tried.add(gpu)
-                if place(owner[gpu], tried):
+            if gpu not in visited_gpus:
+                visited_gpus.add(gpu)
+                if place(owner[gpu], visited_gpus):
                     owner[gpu] = rank
                     return True
         return False
@@ -223,25 +223,27 @@ def pick_device(
                 "run.device=cpu"
             )
         elif wanted == "auto":
-            unused = why_gpus_unused(world.hostname)
+            unused = explain_unused_gpus(world.hostname)
             if unused is not None and not unused.is_error:
                 return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
         return cpu, DeviceReport(*rank, "cpu", error=error)
     names = {other: gpus.names for other, gpus in seen.items()}
-    chosen = assign_gpus(names)
-    if world.rank not in chosen:
-        error = _describe_gpu_shortage(world, names, chosen)
+    gpu_by_rank = assign_gpus(names)
+    if world.rank not in gpu_by_rank:
+        error = _describe_gpu_shortage(world, names, gpu_by_rank)
         return cpu, DeviceReport(*rank, "cuda", visible=own.names, error=error)
-    device = torch.device("cuda", own.names.index(chosen[world.rank]))
+    device = torch.device("cuda", own.names.index(gpu_by_rank[world.rank]))
     torch.cuda.set_device(device)
-    uuid, reachable = chosen[world.rank], count_openable_gpus()
+    uuid, reachable = gpu_by_rank[world.rank], count_openable_gpus()
     return device, DeviceReport(*rank, "cuda", uuid, own.names, reachable=reachable)
 
 
-def why_gpus_unused(host: str) -> UnusedGpus | None:
+def explain_unused_gpus(host: str) -> UnusedGpus | None:
     """Return why this process, in which torch finds no GPU, does not use the GPUs of its node."""
-    return find_unused_gpus(os.environ, host, TorchBuild.of_imported_torch(), why_cuda_fails)
+    return find_unused_gpus(
+        os.environ, host, TorchBuild.from_imported_torch(), explain_cuda_failure
+    )
 
 
 def set_thread_device(device: "torch.device") -> None:
@@ -258,9 +260,9 @@ def set_thread_device(device: "torch.device") -> None:
 
 def numa_nodes_by_rank(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU; None without a GPU or if unknown (pure)."""
-    chosen = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
+    gpu_by_rank = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
     return [
-        gpus.numa_nodes[gpus.names.index(chosen[rank])] if rank in chosen else None
+        gpus.numa_nodes[gpus.names.index(gpu_by_rank[rank])] if rank in gpu_by_rank else None
         for rank, gpus in seen.items()
     ]
 
@@ -332,11 +334,11 @@ def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
 
 
 def _describe_gpu_shortage(
-    world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[int, str]
+    world: World, seen: Mapping[int, Sequence[str]], gpu_by_rank: Mapping[int, str]
 ) -> str:
     """Describe the ranks that see too few GPUs: this rank, and ranks that could make room."""
     gpus = set(seen[world.rank])
-    while more := {g for r, gpu in chosen.items() if gpu in gpus for g in seen[r]} - gpus:
+    while more := {g for r, gpu in gpu_by_rank.items() if gpu in gpus for g in seen[r]} - gpus:
         gpus |= more
     ranks = [rank for rank, names in seen.items() if names and gpus.issuperset(names)]
     together = len({gpu for names in seen.values() for gpu in names})
@@ -538,9 +540,9 @@ class Architecture:
         is_allowed = self.capability is not None or environ.get(_GROUPED_MM_VARIABLE) == "1"
         return is_allowed and self._is_supported((9, 0), _GFX_WITH_GROUPED_MM)
 
-    def _is_supported(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
+    def _is_supported(self, min_capability: tuple[int, int], names: tuple[str, ...]) -> bool:
         if self.capability is not None:
-            return self.capability >= since
+            return self.capability >= min_capability
         return self.gfx.startswith(names)
 
 

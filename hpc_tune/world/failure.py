@@ -39,7 +39,7 @@ from hpc_tune.world.processes import is_alive, list_ancestors
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
 _MAX_REASON_CHARS, _MAX_NAMED = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
-_BROKEN_SIGNS = (
+_BROKEN_CONNECTION_SIGNS = (
     "connection closed",
     "connection reset",
     "connection refused",
@@ -75,7 +75,7 @@ class Failure:
     details: str | None = None
 
 
-def end_world_on_uncaught(comm: Comm | None) -> None:
+def end_world_on_uncaught_error(comm: Comm | None) -> None:
     """Make an uncaught exception end the world, instead of hanging in MPI's Finalize."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -98,14 +98,14 @@ def end_world(
 
 
 def _report(comm: Comm | None, error: BaseException) -> int:
-    exit_code = exit_code_of(error)
+    exit_code = find_exit_code(error)
     if (told := claim_failure_report(comm, error)) is not None:
         print_failure(told)
         announce_exit(comm, exit_code)
     return exit_code
 
 
-def exit_code_of(error: BaseException) -> int:
+def find_exit_code(error: BaseException) -> int:
     """Return the exit code of a rank that ends with this error."""
     return error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
 
@@ -130,32 +130,32 @@ def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | N
         error = DiskError.from_os_error(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
-            time.sleep(liveness.RANK_0_REPORTS_WITHIN_S)
+            time.sleep(liveness.RANK_0_REPORT_LIMIT_S)
         return _describe_failure(rank_label(None), error, None)
-    gone = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
-    store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
+    gone_ranks = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
+    store_is_gone = any(peer.rank == comm.store_rank for peer in gone_ranks)
     if not _is_first_to_report(comm, store_is_gone):
         return None
-    if gone:
+    if gone_ranks:
         details = _format_traceback(error)
-        error = gone_error(gone, comm.roster, comm.activity[0])
+        error = gone_error(gone_ranks, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
     return _describe_failure(rank_label(comm), error, comm)
 
 
-def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
+def gone_error(gone_ranks: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
     """Return the error that names the ranks that have ended, or their host if all of it is gone."""
     said, lost_hosts = [], []
-    for node in dict.fromkeys(peer.node for peer in gone):
+    for node in dict.fromkeys(peer.node for peer in gone_ranks):
         of_node = [peer for peer in roster if peer.node == node]
-        lost = [peer for peer in gone if peer.node == node]
+        lost = [peer for peer in gone_ranks if peer.node == node]
         if len(lost) == len(of_node) and any(peer.node != node for peer in roster):
             lost_hosts.append(lost[0].hostname)
             said.append(f"host {lost[0].hostname} ({format_ranks(lost)})")
         else:
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
-    facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone]}
+    facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone_ranks]}
     return GoneError(f"{list_some(said, _MAX_NAMED, ', ')} {verb} gone while {doing}", facts)
 
 
@@ -172,37 +172,40 @@ class RankProgress:
     waits: bool
 
 
-def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
+def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], size: int) -> list[int]:
     """Return the ranks that the others wait for; none if all wait in one place or none waits.
 
     These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """
-    if missing := [rank for rank in range(size) if rank not in places]:
+    if missing := [rank for rank in range(size) if rank not in progress_by_rank]:
         return missing
-    most = max(place.entered for place in places.values())
-    if behind := [rank for rank in range(size) if places[rank].entered < most]:
+    most = max(place.entered for place in progress_by_rank.values())
+    if behind := [rank for rank in range(size) if progress_by_rank[rank].entered < most]:
         return behind
-    busy = [rank for rank in range(size) if not places[rank].waits]
+    busy = [rank for rank in range(size) if not progress_by_rank[rank].waits]
     return busy if len(busy) < size else []
 
 
 def stalled_error(
-    places: Mapping[int, RankProgress],
+    progress_by_rank: Mapping[int, RankProgress],
     roster: Sequence[Peer],
     doing: str,
     limit_s: float,
-    gone: set[int],
+    gone_ranks: set[int],
     trace: str | None,
 ) -> StalledError:
     """Return the error that names the late ranks; ``doing``: what this rank waits in.
 
-    ``places``: where the ranks that answered are. ``gone``: ranks known to have ended. ``trace``:
+    ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have ended. ``trace``:
     the folder of the traces of collectives, if any.
     """
-    late = find_late_ranks(places, len(roster))
-    said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late]
+    late = find_late_ranks(progress_by_rank, len(roster))
+    said = [
+        _describe_late_rank(roster[rank], progress_by_rank.get(rank), rank in gone_ranks)
+        for rank in late
+    ]
     if not late:
-        lines = sorted({place.line for place in places.values()})
+        lines = sorted({place.line for place in progress_by_rank.values()})
         said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
     words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {list_some(said, 4, '; ')}"
     facts: dict[str, object] = {"during": doing, "late_ranks": late}
@@ -277,7 +280,7 @@ def is_broken_connection(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}".lower()
     if any(sign in text for sign in _LOCAL_FAULT_SIGNS):
         return False
-    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN_SIGNS)
+    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN_CONNECTION_SIGNS)
 
 
 def watch_launcher(who: str) -> None:
@@ -295,7 +298,7 @@ def watch_launcher(who: str) -> None:
                 print_line(f"{who}: the launcher is gone, exiting")
             os._exit(EXIT_FAILED)
 
-    liveness.Watcher("launcher-watch", liveness.LAUNCHER_LOOK_EVERY_S, look).start()
+    liveness.Watcher("launcher-watch", liveness.LAUNCHER_CHECK_EVERY_S, look).start()
 
 
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
@@ -339,7 +342,7 @@ def _wait_for_lost_ranks(comm: Comm) -> list[Peer]:
         elsewhere and comm.world.rank != comm.store_rank
     )
     until_s = time.monotonic()
-    until_s += liveness.OTHERS_REPORT_WITHIN_S if others_know else liveness.DEATH_SHOWS_WITHIN_S
+    until_s += liveness.OTHER_RANKS_REPORT_LIMIT_S if others_know else liveness.DEATH_NOTICE_LIMIT_S
     while time.monotonic() < until_s:
         if dead := find_dead_peers(comm):
             return dead
@@ -369,7 +372,7 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
 
 def _is_first_on_host(nonce: str) -> bool:
     # A rank on another host may have reported and ended the world; here rank 0 just ended first.
-    time.sleep(liveness.OTHERS_END_WITHIN_S)
+    time.sleep(liveness.OTHER_RANKS_END_LIMIT_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

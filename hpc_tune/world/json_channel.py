@@ -115,7 +115,7 @@ class StarChannel:
         deadline_s = time.monotonic() + limit_s
         if world.rank == 0:
             hosts = _LOOPBACK if world.num_nodes == 1 else _own_addresses(addresses)
-            self._accept_all(hosts, ports, deadline_s, limit_s)
+            self._accept_all_peers(hosts, ports, deadline_s, limit_s)
         else:
             self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
 
@@ -147,7 +147,7 @@ class StarChannel:
             peer.close()
         self._peers.clear()
 
-    def _accept_all(
+    def _accept_all_peers(
         self, hosts: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
     ) -> None:
         with contextlib.ExitStack() as open_ones:

@@ -29,33 +29,33 @@ CONNECT_LIMIT_S = 30.0
 HELLO_LIMIT_S = 2.0
 HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
 # By then a live rank on rank 0's host has reported; a launcher may end this rank soon after.
-NEIGHBORS_REPORT_WITHIN_S = 0.4
+NEIGHBORS_REPORT_LIMIT_S = 0.4
 # Within seconds of a rank's end, ranks of its node report it, and its launcher ends the others.
-RANK_END_REPORTED_WITHIN_S = 10.0
+RANK_END_REPORT_LIMIT_S = 10.0
 # If no rank is left there to report; the main thread may know more before.
-EMPTY_NODE_REPORT_AFTER_S = 1.0
+EMPTY_NODE_REPORT_DELAY_S = 1.0
 # Less than a rank waits before it exits after it hears of another's end.
-ENDED_TOGETHER_WITHIN_S = 0.5
+JOINT_END_WINDOW_S = 0.5
 
-# HangWatch; within a short limit it looks HANG_NUM_LOOKS times
-HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
+# HangWatch; within a short limit it looks NUM_HANG_CHECKS times
+HANG_CHECK_EVERY_S, NUM_HANG_CHECKS = 1.0, 10
 
 # StallWatch and RollCall
-STEP_LOOK_EVERY_S, STEP_NUM_LOOKS = 5.0, 20
+STEP_CHECK_EVERY_S, NUM_STEP_CHECKS = 5.0, 20
 TORCH_TIMEOUT_MARGIN_S = 60.0  # torch ends a collective later: it does not know who is missing
 
 # NcclWatch
-NCCL_LOOK_EVERY_S = 1.0
-NCCL_CAUSE_KNOWN_WITHIN_S = 12.0  # more than RANK_END_REPORTED_WITHIN_S
+NCCL_CHECK_EVERY_S = 1.0
+NCCL_CAUSE_LIMIT_S = 12.0  # more than RANK_END_REPORT_LIMIT_S
 SUSPENSION_MIN_GAP_S = 30.0  # between two looks: no thread of a busy rank is that late
 
 # StartupWatchdog
-STOP_LOOK_EVERY_S = 0.2
+STOP_CHECK_EVERY_S = 0.2
 STOP_GRACE_S = 5.0  # for phases that check the flag themselves
 STOP_MARGIN_S = STOP_GRACE_S + 2.0  # before the time limit
 
 # watch_launcher
-LAUNCHER_LOOK_EVERY_S = 1.0
+LAUNCHER_CHECK_EVERY_S = 1.0
 
 # time_limit
 START_LIMIT_S = 300.0  # how long a probe waits for all ranks; a start uses run.start_timeout
@@ -66,25 +66,25 @@ CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours wh
 # RunLock
 LOCK_TOUCH_EVERY_S = 10.0
 LOCK_STALE_S = 120.0  # a busy rank's thread may be late, and so may a file's time on other hosts
-LOCK_VISIBLE_WITHIN_S = 30.0  # on another host
+LOCK_VISIBILITY_LIMIT_S = 30.0  # on another host
 LOCK_SETTLE_S = 0.5  # then two starts that take over at once both see which of them was last
-LOCK_LOOK_EVERY_S = 1.0
+LOCK_CHECK_EVERY_S = 1.0
 
 # HeartbeatFile
 HEARTBEAT_EVERY_S = 5.0
-HEARTBEAT_LATE_S = 12.0
-HEARTBEAT_DEAD_S = 30.0
+LATE_HEARTBEAT_S = 12.0
+DEAD_HEARTBEAT_S = 30.0
 
 # Who reports how a world fails
 STORE_LIMIT_S = 2.0
 ABORT_LIMIT_S = 5.0
 OUTPUT_DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
-DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
-OTHERS_REPORT_WITHIN_S = 1.5  # rank 0, or a rank on the dead rank's node, can name it
-OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
+DEATH_NOTICE_LIMIT_S = 0.3  # a dying process closes its connections a little before it is gone
+OTHER_RANKS_REPORT_LIMIT_S = 1.5  # rank 0, or a rank on the dead rank's node, can name it
+OTHER_RANKS_END_LIMIT_S = 0.1  # a launcher ends the ranks of a node one after the other
 # Before there is a world, rank 0 reports first and its end ends the others.
-RANK_0_REPORTS_WITHIN_S = 1.5
-SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
+RANK_0_REPORT_LIMIT_S = 1.5
+SILENT_RANK_WAIT_S = 5.0  # for the rank that reports to end the world
 
 
 class Watcher:
@@ -244,7 +244,7 @@ class HangWatch:
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
-        every_s = min(HANG_LOOK_EVERY_S, self._limit_s / HANG_NUM_LOOKS)
+        every_s = min(HANG_CHECK_EVERY_S, self._limit_s / NUM_HANG_CHECKS)
         ends_if_still = make_stall_check(
             read_progress, self._limit_s, every_s, partial(self._report_hang, what)
         )

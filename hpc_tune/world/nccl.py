@@ -18,7 +18,10 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 
 # 0: the watchdog keeps errors for get_error; no thread ends a process whose watchdog is late.
-_ERROR_HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_DISABLED_ERROR_HANDLING = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 _OLD_ERROR_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
 
 ReadErrors = Callable[[], Iterable[str]]
@@ -33,9 +36,11 @@ def disable_nccl_error_handling(environ: MutableMapping[str, str]) -> None:
     from torch._C import _distributed_c10d
 
     backend = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
-    is_set = any(name in environ for name in (*_ERROR_HANDLING_OFF, _OLD_ERROR_HANDLING_VARIABLE))
+    is_set = any(
+        name in environ for name in (*_DISABLED_ERROR_HANDLING, _OLD_ERROR_HANDLING_VARIABLE)
+    )
     if hasattr(backend, "get_error") and not is_set:
-        environ.update(_ERROR_HANDLING_OFF)
+        environ.update(_DISABLED_ERROR_HANDLING)
 
 
 def find_group_errors() -> list[str]:
@@ -62,7 +67,7 @@ class NcclWatch:
         timeout_s: float,
         on_failure: Callable[[Comm, HpcTuneError], None],
         errors: ReadErrors = find_group_errors,
-        every_s: float = liveness.NCCL_LOOK_EVERY_S,
+        every_s: float = liveness.NCCL_CHECK_EVERY_S,
     ) -> None:
         """Start checking; ``timeout_s`` is run.timeout."""
         self._comm, self._timeout_s = comm, timeout_s
@@ -89,7 +94,7 @@ class NcclWatch:
         if not names:
             return False
         # Whoever learns of a rank's end can say more, and ends the world within this time.
-        if not self._watcher.wait(liveness.NCCL_CAUSE_KNOWN_WITHIN_S):
+        if not self._watcher.wait(liveness.NCCL_CAUSE_LIMIT_S):
             self._watcher.run_unless_closed(lambda: self._report_errors(names))
         return True
 
@@ -116,7 +121,7 @@ class NcclWatch:
 TRACE_FOLDER = "collectives"
 
 
-def write_collectives_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
+def write_collectives_trace(folder: Path, rank: int, uses_gpu: bool) -> str | None:
     """Write a trace of this rank's collectives; return the folder, None if nothing was written.
 
     The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and torch 2.9
@@ -124,7 +129,7 @@ def write_collectives_trace(folder: Path, rank: int, on_gpu: bool) -> str | None
     """
     from torch._C import _distributed_c10d
 
-    name = "_dump_nccl_trace" if on_gpu else "_dump_fr_trace"
+    name = "_dump_nccl_trace" if uses_gpu else "_dump_fr_trace"
     dump = getattr(_distributed_c10d, name, None)
     if dump is None:
         return None

@@ -72,8 +72,8 @@ def empty_pinned_cache() -> None:
         torch._C._host_emptyCache()
 
 
-def _view(block: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return block[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+def _view(block: torch.Tensor, offset: int, template: torch.Tensor) -> torch.Tensor:
+    return block[offset : offset + template.nbytes].view(template.dtype).view(template.shape)
 
 
 def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset | None]]:
@@ -82,22 +82,22 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
     The largest tensors come first, and smaller ones fill the gaps. Each round tries one block for
     all that is left, then fills a block of half that size and continues; the smallest sum wins.
     """
-    waiting = sorted((n for n, size in enumerate(sizes) if size), key=lambda n: -sizes[n])
+    unplaced = sorted((n for n, size in enumerate(sizes) if size), key=lambda n: -sizes[n])
     places: list[BlockOffset | None] = [None] * len(sizes)
     filled: list[tuple[int, dict[int, int]]] = []  # blocks: bytes, and offsets of tensors
     best: list[tuple[int, dict[int, int]]] = []
-    while waiting:
-        whole = next_power_of_two(sum(_align(sizes[n]) for n in waiting))
-        largest = next_power_of_two(sizes[waiting[0]])
+    while unplaced:
+        whole = next_power_of_two(sum(_align(sizes[n]) for n in unplaced))
+        largest = next_power_of_two(sizes[unplaced[0]])
         most = max(_MAX_BLOCK_BYTES, largest)
         if whole <= most:
-            ends = [*filled, _fill_block(whole, waiting, sizes)]
+            ends = [*filled, _fill_block(whole, unplaced, sizes)]
             if not best or sum(size for size, _ in ends) < sum(size for size, _ in best):
                 best = ends
         if whole <= max(_MIN_SPLIT_BYTES, largest):
             break
-        filled.append(_fill_block(min(most, max(whole // 2, largest)), waiting, sizes))
-        waiting = [n for n in waiting if n not in filled[-1][1]]
+        filled.append(_fill_block(min(most, max(whole // 2, largest)), unplaced, sizes))
+        unplaced = [n for n in unplaced if n not in filled[-1][1]]
     for block, (_, offsets) in enumerate(best):
         for number, offset in offsets.items():
             places[number] = BlockOffset(block, offset)
@@ -105,12 +105,12 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
 
 
 def _fill_block(
-    block: int, waiting: Sequence[int], sizes: Sequence[int]
+    block: int, unplaced: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
     """Return a block with the offsets of the waiting tensors that fit into it."""
     offsets: dict[int, int] = {}
     at = 0
-    for number in waiting:
+    for number in unplaced:
         if at + sizes[number] <= block:
             offsets[number] = at
             at += _align(sizes[number])

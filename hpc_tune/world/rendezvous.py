@@ -66,7 +66,7 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
         raise WorldError(offer["error"])
     nonce, endpoints = offer["nonce"], offer["endpoints"]
     answering = _Responder(listeners, nonce) if listeners else None
-    seen = _probe_all(endpoints, nonce) if world.local_rank == 0 else None
+    seen = _probe_endpoints(endpoints, nonce) if world.local_rank == 0 else None
     reports = [
         {"host": host, "seen": seen}
         for host, seen in channel.all_gather([world.hostname, seen])
@@ -224,7 +224,7 @@ class _Responder:
         self._wake_write.close()
 
 
-def _probe_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
+def _probe_endpoints(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
     """Return "" or the reason of failure for each endpoint; all are tried in parallel."""
     reasons = ["no answer"] * len(endpoints)
 

@@ -41,7 +41,7 @@ class StopFlag:
         self._file_checked_s = float("-inf")
         self._file_seen = False
         self._signal: int | None = None
-        self._before: dict[int, Any] = {}
+        self._old_handlers: dict[int, Any] = {}
         self._stop_message = "stopping before the first step"
         # On the monotonic clock: the wall clock may be set during the run.
         now_s, self._began_s = time.monotonic(), time.monotonic() - process_age_s()
@@ -51,7 +51,9 @@ class StopFlag:
         self._deadline = min(ends, default=None)
 
     @classmethod
-    def for_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
+    def create_for_run(
+        cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool
+    ) -> "StopFlag":
         """Return the flag of a rank.
 
         Only rank 0 looks for the STOP file, so that not all ranks load the file system.
@@ -65,7 +67,7 @@ class StopFlag:
         """
         for number in STOP_SIGNALS:
             if not is_ignored_sighup(number):
-                self._before[number] = signal.signal(number, self._on_signal)
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
 
     def train(self) -> None:
         """From now on, answer a signal with the message that this step is saved before the stop."""
@@ -77,14 +79,14 @@ class StopFlag:
 
     def ignore_signals(self) -> None:
         """Ignore the signals from now on: the outcome is already written, and must stay true."""
-        for number in self._before:
+        for number in self._old_handlers:
             signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._old_handlers.clear()
 
     def reason(self, margin_s: float = 0.0) -> str | None:
         """Return why to stop now, or ``None``.

@@ -12,7 +12,7 @@ HostWatch in world/watch.py: a host is down or cut off
 HostWatch in world/watch.py: a rank has ended without a report
     sign    its connection has closed, and rank 0 tells the others which rank's
     who     every live rank; most have noticed the loss in a collective before
-    after   RANK_END_REPORTED_WITHIN_S, or EMPTY_NODE_REPORT_AFTER_S if no rank of its node is left
+    after   RANK_END_REPORT_LIMIT_S, or EMPTY_NODE_REPORT_DELAY_S if no rank of its node is left
     prints  "rank 2 (pid 70 on host n1) is gone while ...", exit code 1
 HostWatch in world/watch.py: a rank has reported why the world ends
     sign    its exit code, sent on the connection
@@ -20,7 +20,7 @@ HostWatch in world/watch.py: a rank has reported why the world ends
     after   at once
     prints  nothing more; the exit code of the report
 StallWatch in world/watch.py: training stands still
-    sign    the main thread's line of code and CPU time, looked at every STEP_LOOK_EVERY_S
+    sign    the main thread's line of code and CPU time, looked at every STEP_CHECK_EVERY_S
     who     each rank that sees it; when asked, all ranks write to the store where they are
     after   run.timeout; torch's own limit is TORCH_TIMEOUT_MARGIN_S later
     prints  "...: no progress for 1800 s (run.timeout): rank 2 ... has not arrived", exit code 1
@@ -30,22 +30,22 @@ RollCall in world/watch.py: a process is stopped, or hangs outside of Python, wh
     after   GIL_TIMEOUT_FACTOR x run.timeout
     prints  "rank 2 (pid 70 on n1) does not answer while ...", exit code 1
 HangWatch in world/liveness.py: a rank hangs in work that it does alone
-    sign    CPU time and bytes read, its own and its children's, looked at every HANG_LOOK_EVERY_S
+    sign    CPU time and bytes read, its own and its children's, looked at every HANG_CHECK_EVERY_S
     who     that rank; if a library holds the interpreter's lock, faulthandler
     after   run.timeout; GIL_TIMEOUT_FACTOR x that with the lock held
     prints  "...: nothing was read or computed for 1800 s ...", or a traceback; exit code 1
 NcclWatch in world/nccl.py: NCCL has an error, or one of its collectives is late
-    sign    the error that torch keeps in each group, looked at every NCCL_LOOK_EVERY_S
+    sign    the error that torch keeps in each group, looked at every NCCL_CHECK_EVERY_S
     who     each rank that sees it, unless HostWatch has ended the world
-    after   NCCL_CAUSE_KNOWN_WITHIN_S; a collective is late TORCH_TIMEOUT_MARGIN_S after run.timeout
+    after   NCCL_CAUSE_LIMIT_S; a collective is late TORCH_TIMEOUT_MARGIN_S after run.timeout
     prints  "NCCL has lost its connection to another rank while ...", exit code 1
 StartupWatchdog in train/exit.py: a request to stop, before the first step is over
-    sign    a signal, the STOP file, the end of the time limit; looked at every STOP_LOOK_EVERY_S
+    sign    a signal, the STOP file, the end of the time limit; looked at every STOP_CHECK_EVERY_S
     who     each rank that sees it and has not stopped by itself
     after   STOP_GRACE_S
     prints  "stopped while ... (SIGTERM). Rerun the same command ...", exit code 75
 watch_launcher in world/failure.py: the launcher, or the parent of this rank, is gone
-    sign    their processes, looked at every LAUNCHER_LOOK_EVERY_S
+    sign    their processes, looked at every LAUNCHER_CHECK_EVERY_S
     who     each rank, for itself
     after   at once
     prints  "rank 2 on n1: the launcher is gone, exiting", exit code 1
@@ -62,7 +62,7 @@ RunLock in rundir/owner.py: another job has taken the run directory over, or it 
 HeartbeatFile in rundir/outcome.py: a run has died without a report
     sign    the first rank of each node writes a file every HEARTBEAT_EVERY_S
     who     `report`, `inspect` and the next start, which look at the directory
-    after   HEARTBEAT_LATE_S the run counts as late, after HEARTBEAT_DEAD_S as dead
+    after   LATE_HEARTBEAT_S the run counts as late, after DEAD_HEARTBEAT_S as dead
     prints  how the run was last seen
 
 memory/monitor.py watches how full memory is, and supervise.py what is left of a job.
@@ -109,7 +109,7 @@ EndWorld = Callable[[Comm, HpcTuneError], None]
 _COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
 _EXIT_NOTICE = b"!"  # followed by an exit code once the cause is reported
-_BYE = b"bye"
+_GOODBYE_MESSAGE = b"bye"
 _CHUNK_BYTES = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED_ERRNOS = (errno.ECONNRESET, errno.EPIPE)
@@ -135,7 +135,9 @@ class StallWatch:
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, on_failure
         self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), keep_trace
-        self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
+        self._every_s = every_s = min(
+            liveness.STEP_CHECK_EVERY_S, limit_s / liveness.NUM_STEP_CHECKS
+        )
         ends_if_still = liveness.make_stall_check(
             self._progress_mark, limit_s, every_s, self._report_stall
         )
@@ -147,10 +149,10 @@ class StallWatch:
         self._has_sent = False
         self._trace: str | None = None
 
-    def enter(self, doing: str) -> None:
+    def enter(self, operation: str) -> None:
         """Begin a part of training; all ranks begin the parts in the same order."""
-        self._num_entered, self._activity = self._num_entered + 1, doing
-        self._comm.begin(doing)
+        self._num_entered, self._activity = self._num_entered + 1, operation
+        self._comm.begin(operation)
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch the block, which all ranks are in; a single rank waits for nobody."""
@@ -168,22 +170,28 @@ class StallWatch:
         if wait_s is None:
             wait_s = 2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S)
         own = self._comm.world.rank
-        places = {own: self._own_progress()}
+        progress_by_rank = {own: self._own_progress()}
         # The store may be behind a cut network.
-        asking = threading.Thread(target=self._gather_progress, args=(places,), daemon=True)
+        asking = threading.Thread(
+            target=self._gather_progress, args=(progress_by_rank,), daemon=True
+        )
         asking.start()
         asking.join(wait_s)
         liveness.exit_soon()
         if not self._watcher.is_closed:
             gone = {peer.rank for peer in find_dead_peers(self._comm)}
-            roster, doing = self._comm.roster, self._activity
+            roster, operation = self._comm.roster, self._activity
             first = self._comm.store_rank
             if own != first and asking.is_alive():  # the others may well answer
-                places |= {peer.rank: places[own] for peer in roster if peer.rank != first}
-            self._end_world(stalled_error(places, roster, doing, self._limit_s, gone, self._trace))
+                progress_by_rank |= {
+                    peer.rank: progress_by_rank[own] for peer in roster if peer.rank != first
+                }
+            self._end_world(
+                stalled_error(progress_by_rank, roster, operation, self._limit_s, gone, self._trace)
+            )
 
-    def _gather_progress(self, places: dict[int, RankProgress]) -> None:
-        """Fill ``places`` with the answers of the ranks, and let these write their traces."""
+    def _gather_progress(self, progress_by_rank: dict[int, RankProgress]) -> None:
+        """Fill ``progress_by_rank`` with the answers of the ranks, and let these write their traces."""
         left = set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
@@ -193,7 +201,7 @@ class StallWatch:
                 for rank in sorted(left):
                     if (answer := self._keys.find(rank)) is not None:
                         place, has_trace = answer
-                        places[rank] = RankProgress(**place)
+                        progress_by_rank[rank] = RankProgress(**place)
                         left -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
@@ -243,7 +251,9 @@ class RollCall:
         """Treat a rank as stopped if it does not answer for twice ``limit_s`` seconds."""
         self._comm, self._end_world = comm, on_failure
         self._limit_s = liveness.GIL_TIMEOUT_FACTOR * limit_s
-        self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
+        self._every_s = every_s = min(
+            liveness.STEP_CHECK_EVERY_S, limit_s / liveness.NUM_STEP_CHECKS
+        )
         self._keys = StoreKeys(comm.store, "roll")
         self._num_store_answers = self._last_answer = 0
         # The other ranks watch whether the store still answers.
@@ -251,7 +261,7 @@ class RollCall:
             lambda: self._num_store_answers,
             self._limit_s,
             every_s,
-            partial(self._report_silent, [comm.store_rank]),
+            partial(self._report_silent_ranks, [comm.store_rank]),
         )
         has_store = comm.world.rank == comm.store_rank
         look = partial(self._stop_if_store_gone, self._call_ranks) if has_store else ends_if_silent
@@ -281,19 +291,19 @@ class RollCall:
     def _call_ranks(self) -> bool:
         """Call all ranks, and end the world if one does not answer; for the rank with the store."""
         own, number = self._comm.world.rank, self._keys.add(1)
-        silent = [rank for rank in range(self._comm.world.size) if rank != own]
+        silent_ranks = [rank for rank in range(self._comm.world.size) if rank != own]
         for _ in range(round(self._limit_s / self._every_s)):
             if self._watcher.wait(self._every_s):
                 return True
-            silent = [rank for rank in silent if (self._keys.find(rank) or 0) < number]
-            if not silent:
+            silent_ranks = [rank for rank in silent_ranks if (self._keys.find(rank) or 0) < number]
+            if not silent_ranks:
                 return self._watcher.wait(self._limit_s / 4 - self._every_s)
-        self._report_silent(silent)
+        self._report_silent_ranks(silent_ranks)
         return True
 
-    def _report_silent(self, silent: list[int]) -> None:
+    def _report_silent_ranks(self, silent_ranks: list[int]) -> None:
         if not self._watcher.is_closed:
-            peers = [self._comm.roster[rank] for rank in silent]
+            peers = [self._comm.roster[rank] for rank in silent_ranks]
             self._end_world(unresponsive_ranks_error(peers, self._comm.activity[0], self._limit_s))
 
 
@@ -322,15 +332,15 @@ class HostWatch:
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, on_failure
         # The ranks' current numbers; connections keep the launcher's numbers.
-        self._now, self._launch_ranks = comm, [*range(comm.world.size)]
+        self._current_comm, self._launch_ranks = comm, [*range(comm.world.size)]
         self._address = StoreKeys(comm.store, "reach")
         self.reported_exit_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
         self._ranks: dict[socket.socket, int] = {}
-        self._ended: dict[int, float] = {}  # when each rank's connection ended
-        self._left: set[int] = set()  # ranks that said goodbye
+        self._end_times_s: dict[int, float] = {}  # when each rank's connection ended
+        self._departed_ranks: set[int] = set()  # ranks that said goodbye
         self._partial_lines: dict[int, bytes] = {}  # of messages, by rank
         listener: socket.socket | None = None
         if comm.is_rank_0:
@@ -345,14 +355,14 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a report."""
-        ended = self._ended_on_other_hosts()
+        ended = self._list_remotely_ended_ranks()
         return {rank for rank, launched in enumerate(self._launch_ranks) if launched in ended}
 
     def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
         """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
-        self._now, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
+        self._current_comm, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
 
-    def _ended_on_other_hosts(self) -> set[int]:
+    def _list_remotely_ended_ranks(self) -> set[int]:
         own, now_s = self._comm.world, time.monotonic()
         together = self._joint_end_times_s()
         ended = {rank: at_s for rank, at_s in together.items() if not self._is_on_this_host(rank)}
@@ -360,7 +370,7 @@ class HostWatch:
             return set()
         if own.rank and 0 in ended:
             with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
-            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBORS_REPORT_WITHIN_S:
+            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBORS_REPORT_LIMIT_S:
                 return set()
             return with_0 | ended.keys()
         return set(ended)
@@ -368,12 +378,12 @@ class HostWatch:
     def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this rank has reported why the world ends."""
         self.reported_exit_code = exit_code
-        self._send_to_all(_EXIT_NOTICE + str(exit_code).encode())
+        self._broadcast_line(_EXIT_NOTICE + str(exit_code).encode())
 
     def close(self) -> None:
         """Stop watching at the end of the world, while all ranks are still alive."""
         self._closed.set()
-        self._send_to_all(_BYE)
+        self._broadcast_line(_GOODBYE_MESSAGE)
         with contextlib.suppress(OSError):  # it is closed already
             self._wake_write.send(b"x")
         self._thread.join(liveness.HELLO_LIMIT_S + 1.0)
@@ -407,20 +417,20 @@ class HostWatch:
                             selector.register(new_peer, selectors.EVENT_READ, new_peer)
                     elif ready is not self._wake_read and not self._on_message(ready):
                         selector.unregister(ready)
-                if self._comm.is_rank_0 and len(self._ended) > num_told:
-                    num_told = len(self._ended)
-                    self._send_to_all(json.dumps([*self._ended]).encode())
+                if self._comm.is_rank_0 and len(self._end_times_s) > num_told:
+                    num_told = len(self._end_times_s)
+                    self._broadcast_line(json.dumps([*self._end_times_s]).encode())
                 if self._seconds_left() == 0:
                     self._report_and_exit(
                         self._ended_ranks_error(
-                            self._ended_on_other_hosts() | self._joint_end_times_s().keys()
+                            self._list_remotely_ended_ranks() | self._joint_end_times_s().keys()
                         )
                     )
                     return
 
     def _ended_ranks_error(self, launched: Set[int]) -> GoneError:
         """Return the error that names ranks that have ended; an idle rank has no current number."""
-        roster = self._now.roster
+        roster = self._current_comm.roster
         known = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launched]
         if not known:
             roster = self._comm.roster
@@ -466,15 +476,15 @@ class HostWatch:
             message = b""
         if not message:
             del self._ranks[peer]
-            if rank not in self._left:
-                self._note_ended([rank])
+            if rank not in self._departed_ranks:
+                self._record_ended_ranks([rank])
             return False
         *lines, self._partial_lines[rank] = (self._partial_lines.get(rank, b"") + message).split(
             b"\n"
         )
         for line in lines:
-            if line == _BYE:
-                self._left.add(rank)
+            if line == _GOODBYE_MESSAGE:
+                self._departed_ranks.add(rank)
             elif line == _EXIT_NOTICE:
                 self._report_and_exit(RemoteError("rank 0 has lost a host", EXIT_FAILED))
             elif line.startswith(_EXIT_NOTICE) and self.reported_exit_code is None:
@@ -483,24 +493,24 @@ class HostWatch:
                     RemoteError("another rank has said why", self.reported_exit_code)
                 )
             elif not line.startswith(_EXIT_NOTICE):
-                self._note_ended(json.loads(line))
+                self._record_ended_ranks(json.loads(line))
         return True
 
     def _joint_end_times_s(self) -> dict[int, float]:
         """Return when the ranks that ended together with the first did; others leave when told."""
-        ended = self._ended.copy()
+        ended = self._end_times_s.copy()
         first_s = min(ended.values(), default=0.0)
         return {
             rank: at_s
             for rank, at_s in ended.items()
-            if at_s - first_s < liveness.ENDED_TOGETHER_WITHIN_S
+            if at_s - first_s < liveness.JOINT_END_WINDOW_S
         }
 
-    def _note_ended(self, ended: list[int]) -> None:
+    def _record_ended_ranks(self, ended: list[int]) -> None:
         for rank in ended:
-            self._ended.setdefault(rank, time.monotonic())
+            self._end_times_s.setdefault(rank, time.monotonic())
 
-    def _send_to_all(self, line: bytes) -> None:
+    def _broadcast_line(self, line: bytes) -> None:
         for peer in [*self._ranks]:
             with contextlib.suppress(OSError):
                 peer.send(line + b"\n", socket.MSG_DONTWAIT)
@@ -508,13 +518,13 @@ class HostWatch:
     def _seconds_left(self) -> float | None:
         """Return in how many seconds to end the world since ranks have ended, None if none has."""
         now_s = time.monotonic()
-        ends_s = [at_s + self._report_limit_s(rank) for rank, at_s in self._ended.items()]
+        ends_s = [at_s + self._report_limit_s(rank) for rank, at_s in self._end_times_s.items()]
         return max(0.0, min(ends_s) - now_s) if ends_s else None
 
     def _poll_timeout_s(self) -> float | None:
         """Return when to look again: a process closes its connections before it shows as ended."""
         left_s = self._seconds_left()
-        is_near = any(self._is_on_this_host(rank) for rank in self._ended)
+        is_near = any(self._is_on_this_host(rank) for rank in self._end_times_s)
         return min(left_s, liveness.HOST_SETTLE_S) if left_s is not None and is_near else left_s
 
     def _report_limit_s(self, rank: int) -> float:
@@ -522,11 +532,13 @@ class HostWatch:
         comm, peer = self._comm, self._comm.roster[rank]
         if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
-            return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORTED_WITHIN_S
-        nobody_left = all(other.rank in self._ended for other in self._peers_on_node(peer.node))
+            return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORT_LIMIT_S
+        nobody_left = all(
+            other.rank in self._end_times_s for other in self._peers_on_node(peer.node)
+        )
         if nobody_left or rank == 0:
-            return liveness.EMPTY_NODE_REPORT_AFTER_S
-        return liveness.RANK_END_REPORTED_WITHIN_S
+            return liveness.EMPTY_NODE_REPORT_DELAY_S
+        return liveness.RANK_END_REPORT_LIMIT_S
 
     def _peers_on_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]
@@ -536,10 +548,12 @@ class HostWatch:
 
     def _lost_host_error(self, rank: int) -> LostHostError:
         of_host = self._peers_on_node(self._comm.roster[rank].node)
-        places = [self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks]
-        of_host = [self._now.roster[rank] for rank in sorted(places)] or of_host
-        own_host, doing = self._comm.world.hostname, self._comm.activity[0]
-        return lost_host_error(of_host, own_host, doing, self._limit_s)
+        progress_by_rank = [
+            self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks
+        ]
+        of_host = [self._current_comm.roster[rank] for rank in sorted(progress_by_rank)] or of_host
+        own_host, operation = self._comm.world.hostname, self._comm.activity[0]
+        return lost_host_error(of_host, own_host, operation, self._limit_s)
 
     def _report_and_exit(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
@@ -547,8 +561,10 @@ class HostWatch:
         liveness.exit_soon()  # reporting may wait for something on the other side of the cut
         if self._comm.is_rank_0:
             code = self.reported_exit_code
-            self._send_to_all(_EXIT_NOTICE if code is None else _EXIT_NOTICE + str(code).encode())
-        self._end_world(self._now, error)
+            self._broadcast_line(
+                _EXIT_NOTICE if code is None else _EXIT_NOTICE + str(code).encode()
+            )
+        self._end_world(self._current_comm, error)
 
 
 def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.socket:

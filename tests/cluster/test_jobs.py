@@ -8,7 +8,7 @@ import h5py
 import pytest
 
 from hpc_tune.data.hdf5_format import append_checksum
-from hpc_tune.data.writer import HASHED_DATASETS, combine_hashes, new_hash
+from hpc_tune.data.writer import HASHED_DATASETS, combine_hashes, make_hash
 from tests.support.jobs import SETTINGS, STEPS, Job, clone, starts, wait_for_step
 from tests.support.ranks import HANG_S
 from tests.support.training import losses, outcome, train
@@ -25,7 +25,7 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
         file["tokens"][::900] = 60000  # of no word, and all that is told of it is right
         hashes = []
         for name in HASHED_DATASETS:
-            hashes.append(new_hash())
+            hashes.append(make_hash())
             first = 1 if name == "documents/offsets" else 0  # where each document ends
             hashes[-1].update(file[name][first:].tobytes())
         file.attrs["content"] = combine_hashes(hashes, has_labels=False)

@@ -38,10 +38,10 @@ def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_float8_base_is_multiplied_in_float8_and_its_losses_stay_near_those_of_bf16(tmp_path):
-    from hpc_tune.model.float8 import measure_float8_error, why_no_float8_matmuls
+    from hpc_tune.model.float8 import explain_missing_float8_matmuls, measure_float8_error
 
     device = torch.device("cuda", 0)
-    assert why_no_float8_matmuls(device, torch.bfloat16) == ""
+    assert explain_missing_float8_matmuls(device, torch.bfloat16) == ""
     assert measure_float8_error(device, torch.bfloat16) < 5e-3
     for name, words in {"fp8": ["tune.base_dtype=fp8"], "bf16": []}.items():
         words = [*ON_GPU, "tune.method=lora", *words, f"run.dir={tmp_path / name}"]

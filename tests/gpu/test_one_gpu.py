@@ -63,7 +63,10 @@ def test_moving_the_optimizers_state_frees_its_bytes_and_says_so(comm, tmp_path)
     words = [f"model.path={tmp_path / 'tiny'}", "tune.method=full", "data.seq_len=128"]
     config = load_config(None, [*words, "batch.micro_size=2", "batch.global_size=2"])
     steps = prepare(config, comm)
-    lever, moments = steps.engine.levers[Action.MOVE_OPTIMIZER], 2 * steps.size.trained_bytes
+    lever, moments = (
+        steps.engine.memory_actions[Action.MOVE_OPTIMIZER],
+        2 * steps.size.trained_bytes,
+    )
 
     def allocated():
         for _ in range(2):

@@ -22,7 +22,11 @@ from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.varlen_attention import MAX_EPS, compare_kernel_with_mask, make_document_starts
+from hpc_tune.model.varlen_attention import (
+    MAX_ERROR_EPS,
+    compare_kernel_with_mask,
+    make_document_starts,
+)
 from hpc_tune.world.device import find_architecture
 
 architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
@@ -62,7 +66,7 @@ def model_of(shape, recompute="none", dtype=torch.bfloat16, window=None):
     lm = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU)
     module = LossModel(lm, config, use_document_attention(lm)).train()
     assert not choose_model_kernels(config, dtype, False, GPU).mask_reason
-    module.has_kernel = True
+    module.has_varlen_kernel = True
     checkpoint_blocks(list(find_blocks(module)), recompute)
     return module
 
@@ -76,11 +80,11 @@ def step(module, batch):
 
 @contextmanager
 def by_mask(module):
-    module.has_kernel = False
+    module.has_varlen_kernel = False
     try:
         yield
     finally:
-        module.has_kernel = True
+        module.has_varlen_kernel = True
 
 
 @pytest.mark.parametrize("queries_are_partial", [False, True])
@@ -94,7 +98,7 @@ def test_the_kernel_is_masked_attention_but_for_rounding(
     gaps = compare_kernel_with_mask(GPU, dtype, values, groups, window, queries_are_partial)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
-    assert max(gaps.values()) < MAX_EPS * eps
+    assert max(gaps.values()) < MAX_ERROR_EPS * eps
 
 
 @pytest.mark.parametrize("window", [None, 64])

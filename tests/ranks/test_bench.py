@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCH.parent))
 import bench  # noqa: E402 - it lies beside what it imports
 import bench_shape  # noqa: E402
 import bench_train  # noqa: E402
-from bench_train import Measured  # noqa: E402
+from bench_train import Measurement  # noqa: E402
 
 
 def run_bench(tmp_path, *words):
@@ -123,7 +123,7 @@ def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
 
 
 def test_the_planned_peak_stands_beside_the_allocators():
-    found = bench_shape.Found(9000.0, 12000.0, int(4e9), int(60e9), int(57e9))
+    found = bench_shape.ShapeSpeed(9000.0, 12000.0, int(4e9), int(60e9), int(57e9))
     lines = [" ".join(line.split()) for line in bench_shape.table(found)]
     assert lines == [
         "tokens/s 9000, 75% of what matmuls would allow",
@@ -143,7 +143,7 @@ def test_the_verdict_names_the_last_number_of_ranks_that_pays():
 
 
 def measured(tokens_per_s, first_s=8.0, host_bytes=3e9, others=0.0, grown=None):
-    return Measured(tokens_per_s, first_s, host_bytes, None, others, grown=grown)
+    return Measurement(tokens_per_s, first_s, host_bytes, None, others, grown=grown)
 
 
 def test_ratios_are_to_the_best_peer_of_each_round():

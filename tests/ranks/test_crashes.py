@@ -130,7 +130,7 @@ def settings_of(folder, times):
 
 def last_step(run_dir):
     """Return the step that the next start goes on from."""
-    newest = Store(run_dir / "checkpoints", keep=1).latest()
+    newest = Store(run_dir / "checkpoints", keep=1).latest_checkpoint()
     return 0 if newest is None else int(newest.name.removeprefix("step-"))
 
 
@@ -204,7 +204,7 @@ def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
         flip(file, bit)
         with pytest.raises(CheckpointError, match=re.escape(newest.name)):
             verify(newest)
-        assert store.latest() == older
+        assert store.latest_checkpoint() == older
         if number < 99:
             flip(file, bit)
     inspected = run_ranks(

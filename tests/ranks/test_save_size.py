@@ -20,7 +20,7 @@ def test_a_checkpoint_is_the_adapter_and_its_optimizer_state(tmp_path):
     ]
     assert many_runs(2, jobs, tmp_path) == [0] * len(jobs)
     for layout in LAYOUTS:
-        newest = Store(tmp_path / layout / "checkpoints", keep=1).latest()
+        newest = Store(tmp_path / layout / "checkpoints", keep=1).latest_checkpoint()
         adapter = load_file(newest / "adapter" / "adapter_model.safetensors")
         needed = 3 * sum(tensor.nbytes for tensor in adapter.values())  # AdamW's two, in fp32
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())

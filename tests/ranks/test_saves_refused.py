@@ -109,7 +109,7 @@ def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(tro
     assert said in job.stderr
     assert "Traceback" not in job.stderr, job.stderr
     assert any("not saved" in event["message"] for event in events(run_dir, "warning"))
-    newest = Store(run_dir / "checkpoints", keep=1).latest()
+    newest = Store(run_dir / "checkpoints", keep=1).latest_checkpoint()
     assert int(newest.name[5:]) == outcome(run_dir)["step"]
 
 

@@ -118,7 +118,7 @@ def in_a_child(work: Any) -> int:
 
 def newest(folder: Path) -> str | None:
     """Return the name of the checkpoint that a fresh start would take."""
-    found = Store(folder, keep=1).latest()
+    found = Store(folder, keep=1).latest_checkpoint()
     return None if found is None else found.name
 
 

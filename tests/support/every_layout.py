@@ -93,8 +93,8 @@ def main():
     network = Network.from_links(measured.links, measured.nodes)
     all_ranks = len(measured.nodes)
     order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
-    with_tensor = allows_tensor_parallel(config.tune, config.train)
-    layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor, num_experts)
+    allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
+    layouts = legal_layouts(config.parallel, model, all_ranks, allow_tensor_parallel, num_experts)
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
     ranked = predict_candidates(layouts, *settings)
     whole = [c.layout for c in ranked if c.layout.size == all_ranks]

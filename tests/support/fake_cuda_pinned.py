@@ -29,7 +29,7 @@ from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
-from hpc_tune.plan.memory_model import _pinned_extra_bytes
+from hpc_tune.plan.memory_model import _extra_pinned_bytes
 from hpc_tune.plan.resolve import ModelShape
 from hpc_tune.plan.trace import _count_shards_by_bytes, _fake_world, make_fake_mesh
 from hpc_tune.step.layout import Layout
@@ -84,7 +84,7 @@ def offloaded(built):
             step(engine)
         told |= {"stepped": watch.pinned.num_bytes}
         told["are_pinned"] = all(watch.is_pinned(weight.to_local()) for weight in weights)
-        told["planned"] = 2 * sum(sizes) + _pinned_extra_bytes(_count_shards_by_bytes(engine), True)
+        told["planned"] = 2 * sum(sizes) + _extra_pinned_bytes(_count_shards_by_bytes(engine), True)
     return told
 
 
@@ -92,7 +92,10 @@ def moved(built):
     """Return bytes of pinned blocks while MOVE_OPTIMIZER is in effect, and after it is undone."""
     with _fake_world(0, RANKS), fake_cuda() as watch:
         engine = engine_of(built)
-        lever, before = engine.levers[Action.MOVE_OPTIMIZER].apply_times, watch.pinned.num_bytes
+        lever, before = (
+            engine.memory_actions[Action.MOVE_OPTIMIZER].apply_times,
+            watch.pinned.num_bytes,
+        )
         lever(1)
         moments = [
             state[name]

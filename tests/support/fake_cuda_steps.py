@@ -204,8 +204,8 @@ def run(engine, store, world, rank, watch):
     )
     note("evaluation")
     noted["save"] = copied(engine)
-    if Action.MOVE_OPTIMIZER in engine.levers:
-        lever = engine.levers[Action.MOVE_OPTIMIZER].apply_times
+    if Action.MOVE_OPTIMIZER in engine.memory_actions:
+        lever = engine.memory_actions[Action.MOVE_OPTIMIZER].apply_times
         noted["moments"] = [state_of(engine, watch)]
         lever(1)
         noted["moments"].append(state_of(engine, watch))

@@ -62,7 +62,7 @@ def with_room_for(rows: int) -> Faults:
 
 def with_room_in_forward() -> Faults:
     """Return one that runs out in a step's last backward pass, when half of it is reduced."""
-    done, rows = OverlappedAllReduce._on_gradient, 0
+    done, rows = OverlappedAllReduce._handle_gradient, 0
 
     def compute(num_rows: int) -> None:
         nonlocal rows
@@ -73,7 +73,7 @@ def with_room_in_forward() -> Faults:
         if sums._is_last and rows > ROOM_ROWS and len(sums._works) == len(sums._pieces) // 2:
             raise torch.OutOfMemoryError(ERROR)
 
-    OverlappedAllReduce._on_gradient = run_out
+    OverlappedAllReduce._handle_gradient = run_out
     return Faults(device=Device(), compute=compute, offloads_without_gpu=True)
 
 

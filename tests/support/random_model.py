@@ -60,7 +60,7 @@ def write_random_llama(
             def values(full: tuple[int, ...] = full) -> torch.Tensor:
                 return (torch.randn(full, generator=generator) * 0.02).to(dtype)
 
-            regions.append(Region.whole(name, dtype, full, values))
+            regions.append(Region.cover_tensor(name, dtype, full, values))
         write_regions(directory / file, regions)
         weight_map |= dict.fromkeys(mine, file)
     index = {"metadata": {}, "weight_map": weight_map}

@@ -51,7 +51,7 @@ def main() -> None:
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     store = Store(folder, keep=1)
-    newest = store.latest()
+    newest = store.latest_checkpoint()
     comm.barrier("all ranks to have built the model")
     before = own_bytes()
     engine: Any = None

@@ -33,7 +33,7 @@ def steps_of(config: RunConfig, run_dir: Path) -> list[list[_Document]]:
     order = PackedSampler(
         data.length_values,
         data.length_counts,
-        data.by_length,
+        data.documents_by_length,
         SampleOrder(seq_len, config.data.packing, config.train.seed),
     )
     total = state["loader"]["rows"]

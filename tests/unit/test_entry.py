@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune import __main__ as entry
 from hpc_tune import packages
-from hpc_tune.packages import find_shadowing_packages, hidden_torch_warning, why_import_failed
+from hpc_tune.packages import explain_import_failure, find_shadowing_packages, hidden_torch_warning
 
 ROOT = Path(__file__).parents[2]
 SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
@@ -163,7 +163,7 @@ def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(m
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
     with pytest.raises(ImportError) as raised:
         raise ImportError("lib.so: failed to map segment from shared object", name="torch")
-    said = why_import_failed(raised.value)
+    said = explain_import_failure(raised.value)
     assert "ulimit -v, or the batch system, limits this process to 3072 MiB of address" in said
     assert "Install the versions" not in said
 
@@ -176,7 +176,7 @@ def test_one_that_is_not_installed_is_named_with_its_install_line(module, packag
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ModuleNotFoundError) as raised:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-    said = why_import_failed(raised.value)
+    said = explain_import_failure(raised.value)
     assert said.startswith(f"{package} is needed for this and is not installed: {sys.executable}")
     assert f"-m pip install '{package}>=" in said
 
@@ -197,7 +197,7 @@ def test_an_error_of_our_own_is_no_package():
     for error in (ValueError("x"), ImportError("no f in it", name="hpc_tune.cli"), OSError("x")):
         with pytest.raises(type(error)) as raised:
             raise error
-        assert why_import_failed(raised.value) is None
+        assert explain_import_failure(raised.value) is None
 
 
 @pytest.mark.parametrize(

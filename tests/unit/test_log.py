@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune import log as log_module
 from hpc_tune.files import write_file
-from hpc_tune.log import SAME_ON_ALL_RANKS, Progress, configure_logging, log, log_to_file
+from hpc_tune.log import LOG_ON_RANK_0_ONLY, Progress, configure_logging, log, log_to_file
 from hpc_tune.rundir.json_lines import JsonLinesWriter, drop_lines_after
 
 
@@ -119,10 +119,10 @@ def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
     configure_logging(0)
     log.info("step %d", 1)
     log.warning("careful")
-    log.warning("careful, all", extra=SAME_ON_ALL_RANKS)
+    log.warning("careful, all", extra=LOG_ON_RANK_0_ONLY)
     configure_logging(3)
     log.info("unheard")
-    log.warning("careful, all", extra=SAME_ON_ALL_RANKS)
+    log.warning("careful, all", extra=LOG_ON_RANK_0_ONLY)
     log.error("bad")
     said = capsys.readouterr()
     assert said.err == ("step 1\nwarning: careful\nwarning: careful, all\n[rank 3] error: bad\n")

@@ -79,8 +79,8 @@ def test_what_follows_an_end(row):
 def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
     assert decide_next([CRASH, CRASH], 3600.0, True, spares=1)[0] == "again"
     assert decide_next([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
-    assert decide_next([LOST], 3600.0, True, why_too_few_nodes="1 of 2") == ("requeue", "1 of 2")
-    assert decide_next([LOST], 3600.0, False, why_too_few_nodes="1 of 2") == ("give up", "1 of 2")
+    assert decide_next([LOST], 3600.0, True, node_shortage="1 of 2") == ("requeue", "1 of 2")
+    assert decide_next([LOST], 3600.0, False, node_shortage="1 of 2") == ("give up", "1 of 2")
 
 
 REPORT = {"status": "failed", "reason": "a disk is full", "exit_code": 2, "error": "DiskError"}
@@ -137,7 +137,7 @@ SUPERVISE = """
 import sys
 from hpc_tune import log, supervise
 log.configure_logging(0)
-supervise._LINGER_S, supervise._OUTCOME_WAIT_S, supervise._ASK_TO_STOP_BEFORE_END_S = 1.0, 0.5, 28.0
+supervise._LINGER_S, supervise._OUTCOME_WAIT_S, supervise._STOP_REQUEST_MARGIN_S = 1.0, 0.5, 28.0
 launch, run_dir, requeue = sys.argv[1].split("|"), supervise.Path(sys.argv[2]), sys.argv[3].split()
 with_report = len(sys.argv) > 4
 sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue, with_report).run())

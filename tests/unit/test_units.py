@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune.units import (
-    count_of,
     format_bytes,
     format_count,
     format_energy,
+    format_quantity,
     format_seconds,
     list_some,
     parse_bytes,
@@ -146,4 +146,4 @@ def test_a_long_list_is_cut_and_a_noun_follows_its_number():
     assert list_some([1, 2, 3], 3) == "1, 2, 3"
     assert list_some("abcde", 2) == "a, b and 3 more"
     assert list_some(["only"], 1) == "only"
-    assert [count_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [format_quantity(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

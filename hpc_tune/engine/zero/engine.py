@@ -29,7 +29,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import (
     OffloadedInputs,
     checkpoint_blocks,
-    recompute_levers,
+    make_recompute_actions,
 )
 from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
 from hpc_tune.engine.base import (
@@ -43,8 +43,8 @@ from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.context_parallel import (
     make_context_group,
     make_row_share,
+    shard_batches,
     share_attention,
-    share_batches,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.row_pieces import MlpPieces
@@ -55,7 +55,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import find_stacked_experts
-from hpc_tune.model.grouped_experts import is_groupable_experts
+from hpc_tune.model.grouped_experts import can_group_experts
 from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import HeadUnit, LossModel
@@ -160,8 +160,12 @@ class ZeroEngine:
         if train.compiles:
             compile_blocks(blocks)
             compile_loss(built.module)
-        self.levers = recompute_levers(blocks, parallel.recompute, inputs.saving_context)
-        self.levers |= MlpPieces(blocks, settings).levers() | inputs.levers()
+        self.memory_actions = make_recompute_actions(
+            blocks, parallel.recompute, inputs.saving_context
+        )
+        self.memory_actions |= (
+            MlpPieces(blocks, settings).memory_actions() | inputs.memory_actions()
+        )
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         share_attention(built.module, self._share)
         self._engine = self._connect_and_load(built)
@@ -188,7 +192,7 @@ class ZeroEngine:
         self._watch.begin(self._size / global_tokens)  # DeepSpeed divides by the size
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
-        for i, batch in enumerate(share_batches(batches, self._share)):
+        for i, batch in enumerate(shard_batches(batches, self._share)):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             seed_micro_batch(self._seed, batch.first_row)
@@ -214,7 +218,7 @@ class ZeroEngine:
         self,
         batches: Iterable[Batch],
         objective: Objective | None = None,
-        within_step: bool = False,
+        is_within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
@@ -223,10 +227,10 @@ class ZeroEngine:
         skips = self._settings.plan.skips_empty_micros(training=False)
         self._module.objective = objective or trained
         try:
-            with nullcontext() if within_step else self._collectives.uncounted():
+            with nullcontext() if is_within_step else self._collectives.counting_paused():
                 for batch in batches:
                     if batch.num_loss_tokens or not skips:
-                        [used] = share_batches([batch], self._share)
+                        [used] = shard_batches([batch], self._share)
                         with autocast(self._device, self._autocast):
                             sums = self._module(used.to(self._device))
                         if self._share is not None:
@@ -277,8 +281,8 @@ class ZeroEngine:
     def run_and_discard(self, batch: Batch) -> None:
         """Run a micro-batch and discard its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
-        with self._collectives.uncounted():
-            self._backward(share_batches([batch], self._share)[0], 1.0)
+        with self._collectives.counting_paused():
+            self._backward(shard_batches([batch], self._share)[0], 1.0)
         zero_state.drop_gradients(self._zero, self._stage)
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
@@ -305,7 +309,7 @@ class ZeroEngine:
             optimizer = settings.run_and_agree("loading the model", load)
             if self._stage < 3:
                 return _make_deepspeed_engine(built.module, optimizer, config)
-            with _without_new_hooks(built.module.causal_lm().get_output_embeddings()):
+            with _removing_new_hooks(built.module.causal_lm().get_output_embeddings()):
                 return _make_deepspeed_engine(built.module, optimizer, config)
 
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
@@ -346,7 +350,7 @@ def _mark_leaf_modules(module: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    experts = (part for _, part in find_stacked_experts(module) if not is_groupable_experts(part))
+    experts = (part for _, part in find_stacked_experts(module) if not can_group_experts(part))
     for part in (*experts, *find_indexers(module)):
         set_z3_leaf_module(part, True)
 
@@ -367,7 +371,7 @@ def _make_head_unit(module: LossModel) -> HeadUnit:
 
 
 @contextmanager
-def _without_new_hooks(module: nn.Module) -> Iterator[None]:
+def _removing_new_hooks(module: nn.Module) -> Iterator[None]:
     """Remove the forward hooks that a module and its parts get within the block."""
     names = "_forward_pre_hooks", "_forward_hooks"
     hooks = [getattr(part, name) for part in module.modules() for name in names]

@@ -28,12 +28,12 @@ from hpc_tune.engine.zero import state
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import find_owners, load_weights
-from hpc_tune.model.tensor_sources import Reserve
+from hpc_tune.model.tensor_sources import ReserveFunction
 from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
 
 def partition_parameters(
-    built: BuiltModel, config: dict[str, Any], device: torch.device, reserve: Reserve
+    built: BuiltModel, config: dict[str, Any], device: torch.device, reserve: ReserveFunction
 ) -> None:
     """Partition the parameters of a meta model and fill them; ``config`` is DeepSpeed's.
 
@@ -41,9 +41,9 @@ def partition_parameters(
         DataError: if the weights on disk are damaged or of another model.
     """
     partitioner = _Partitioner(built, config, device)
-    owners, named = find_owners(built.module), list(built.module.named_parameters())
-    partitioner.allocate_pinned(named, reserve)
-    for name, meta in named:
+    owners, named_params = find_owners(built.module), list(built.module.named_parameters())
+    partitioner.allocate_pinned(named_params, reserve)
+    for name, meta in named_params:
         parameter = partitioner.make_partitioned_parameter(name, meta, reserve)
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
@@ -76,35 +76,39 @@ class _Partitioner:
         )
         self._pinned: dict[str, torch.Tensor] = {}
 
-    def allocate_pinned(self, named: Sequence[tuple[str, nn.Parameter]], reserve: Reserve) -> None:
+    def allocate_pinned(
+        self, named_params: Sequence[tuple[str, nn.Parameter]], reserve: ReserveFunction
+    ) -> None:
         """Allocate the parts that are kept in host memory, if that is to be pinned."""
         if not self._init.pin_memory:
             return
         parts = {}
-        for name, meta in named:
-            num_held = self._num_held(meta)
-            if not self._is_swapped(meta, num_held):
-                parts[name] = torch.empty(num_held, dtype=meta.dtype, device="meta")
+        for name, meta in named_params:
+            num_local_values = self._num_local_values(meta)
+            if not self._is_swapped(meta, num_local_values):
+                parts[name] = torch.empty(num_local_values, dtype=meta.dtype, device="meta")
         reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
         self._pinned = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
-    def make_partitioned_parameter(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
+    def make_partitioned_parameter(
+        self, name: str, meta: nn.Parameter, reserve: ReserveFunction
+    ) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
         # One value in memory, expanded: only the shape matters.
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
         parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)
         self._init._convert_to_deepspeed_param(parameter)
-        num_held = self._num_held(meta)
-        is_swapped = self._is_swapped(meta, num_held)
+        num_local_values = self._num_local_values(meta)
+        is_swapped = self._is_swapped(meta, num_local_values)
         flat: Any = self._pinned.pop(name, None)
         if flat is None:
-            flat = self._allocate_buffer(parameter, meta.dtype, num_held, is_swapped)
-        flat.ds_numel = num_held
+            flat = self._allocate_buffer(parameter, meta.dtype, num_local_values, is_swapped)
+        flat.ds_numel = num_local_values
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
         parameter.ds_tensor = flat
-        parameter.ds_numel_aligned = num_held * self._init.dp_world_size
-        start = num_held * self._init.rank
+        parameter.ds_numel_aligned = num_local_values * self._init.dp_world_size
+        start = num_local_values * self._init.rank
         state.fill_parameter(self._built, name, flat, tuple(meta.shape), start, reserve)
         free_param(parameter)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
@@ -112,23 +116,25 @@ class _Partitioner:
             self._swapper.swap_out_and_release([parameter])
         return parameter
 
-    def _num_held(self, meta: nn.Parameter) -> int:
+    def _num_local_values(self, meta: nn.Parameter) -> int:
         return -(-meta.numel() // int(self._init.dp_world_size))
 
-    def _is_swapped(self, meta: nn.Parameter, num_held: int) -> bool:
+    def _is_swapped(self, meta: nn.Parameter, num_local_values: int) -> bool:
         """Whether a part is kept on NVMe: not if it stays gathered or has another dtype."""
         return (
             self._swapper is not None
             and meta.dtype == self._dtype
             and meta.numel() > self._persistence_threshold
-            and self._swapper.swappable_tensor(numel=num_held)
+            and self._swapper.swappable_tensor(numel=num_local_values)
         )
 
     def _allocate_buffer(
-        self, parameter: Any, dtype: torch.dtype, num_held: int, is_swapped: bool
+        self, parameter: Any, dtype: torch.dtype, num_local_values: int, is_swapped: bool
     ) -> Any:
         if is_swapped:
             flat = torch.empty(0, dtype=dtype)
-            flat.data = self._swapper.get_buffer(parameter, num_held).data
+            flat.data = self._swapper.get_buffer(parameter, num_local_values).data
             return flat
-        return torch.empty(num_held, dtype=dtype, device="cpu" if self._offload else self._device)
+        return torch.empty(
+            num_local_values, dtype=dtype, device="cpu" if self._offload else self._device
+        )

@@ -155,10 +155,10 @@ LOAD_LIMIT_S = 1200.0  # for each; a slow node compiles async_io in ten minutes
 COMPILER_DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
 
 
-def load_async_io(who: str) -> None:
+def load_async_io(process_name: str) -> None:
     """Load DeepSpeed's async_io and pin_memory, which it uses, compiling them if needed.
 
-    Ends the world if one takes longer than ``LOAD_LIMIT_S``. ``who`` is named in messages.
+    Ends the world if one takes longer than ``LOAD_LIMIT_S``. ``process_name`` is named in messages.
 
     Raises:
         ConfigError: if one cannot be compiled.
@@ -172,7 +172,7 @@ def load_async_io(who: str) -> None:
         log.info("loading %s; its first use compiles it, which takes minutes: %s", library, folder)
         hint = f"if no other job is compiling it, remove {folder}"
         try:
-            with time_limit(library, LOAD_LIMIT_S, hint, who):
+            with time_limit(library, LOAD_LIMIT_S, hint, process_name):
                 wait_for_compiler(folder / "lock")
                 builder.load(verbose=False)
         except (RuntimeError, OSError, ImportError) as error:

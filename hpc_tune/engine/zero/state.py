@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.activation_checkpoint import disable_dispatch_modes
 from hpc_tune.engine.adamw import initial_state
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.load import make_initial_values
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import Box, Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import Box, ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -95,15 +95,15 @@ def fill_span(
     name: str,
     span: FlatSpan,
     flat: torch.Tensor,
-    reserve: Reserve = reserve_nothing,
+    reserve: ReserveFunction = reserve_nothing,
 ) -> None:
     """Read the values of a span from the tensor ``name`` into their place in ``flat``.
 
     Raises:
         HpcTuneError: if the tensor on disk has no such region or cannot be read.
     """
-    for place, box in span.iter_boxes():
-        index.fill(flat[place].view(box.shape), name, box.offset, reserve)
+    for flat_slice, box in span.iter_boxes():
+        index.fill(flat[flat_slice].view(box.shape), name, box.offset, reserve)
 
 
 def fill_parameter(
@@ -112,7 +112,7 @@ def fill_parameter(
     flat: torch.Tensor,
     shape: tuple[int, ...],
     start: int,
-    reserve: Reserve,
+    reserve: ReserveFunction,
 ) -> None:
     """Fill ``flat`` with a parameter's initial values from ``start`` on, and with 0 beyond its end.
 
@@ -135,22 +135,22 @@ def fill_parameter(
 def _require_finite(
     index: TensorIndex | ShapeIndex, name: str, span: FlatSpan, flat: torch.Tensor
 ) -> None:
-    for place, box in span.iter_boxes():
-        index.require_finite(flat[place].view(box.shape), name, box.offset)
+    for flat_slice, box in span.iter_boxes():
+        index.require_finite(flat[flat_slice].view(box.shape), name, box.offset)
 
 
 def span_regions(
     name: str, span: FlatSpan, read_values: Callable[[], torch.Tensor]
 ) -> Iterator[Region]:
     """Yield the regions of a span, written as ``name``; ``read_values`` gives the flat buffer."""
-    for number, (place, box) in enumerate(span.iter_boxes()):
+    for number, (flat_slice, box) in enumerate(span.iter_boxes()):
         stored_name = f"{name}#{number}" if number else ""
-        cut = partial(_slice_values, read_values, place)
+        cut = partial(_slice_values, read_values, flat_slice)
         yield Region(name, torch.float32, box, span.shape, cut, stored_name)
 
 
-def _slice_values(read_values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
-    return read_values().detach()[place]
+def _slice_values(read_values: Callable[[], torch.Tensor], flat_slice: slice) -> torch.Tensor:
+    return read_values().detach()[flat_slice]
 
 
 def find_partitions(
@@ -211,7 +211,7 @@ class PartitionReader:
 
 @contextmanager
 def edit_optimizer_state(
-    zero: Any, stage: int, partition: Partition, reserve: Reserve
+    zero: Any, stage: int, partition: Partition, reserve: ReserveFunction
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield a partition's optimizer state; the block may write to it and to the partition's buffer.
 
@@ -292,7 +292,7 @@ def hide_gathers_from_recompute(zero: Any) -> None:
     """
     coordinator = zero.parameter_offload.get_param_coordinator()
     for name in ("fetch_sub_module", "release_sub_module"):
-        setattr(coordinator, name, without_dispatch_modes(getattr(coordinator, name)))
+        setattr(coordinator, name, disable_dispatch_modes(getattr(coordinator, name)))
 
 
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:

@@ -29,7 +29,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.context_parallel import share_attention
-from hpc_tune.engine.pipeline_parallel import cut_stages
+from hpc_tune.engine.pipeline_parallel import split_into_stages
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
 from hpc_tune.files import write_file
@@ -44,13 +44,13 @@ from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
 from hpc_tune.model.shared_rows import (
     RankAttention,
-    RowPart,
-    cut_batch_to_rank,
+    RowShard,
     join_head_tail,
     repeat_kv_heads,
+    shard_batch_to_rank,
 )
 from hpc_tune.model.stock_reference import (
-    ArchitectureNotCheckable,
+    UncheckableArchitecture,
     compute_reference_losses,
     software_versions,
 )
@@ -107,7 +107,7 @@ def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
         if first is None or second is None:
             continue
         if cut := one.slices.get(name):
-            parts = zip(*(g.chunk(cut.parts, cut.dim) for g in (first, second)), strict=True)
+            parts = zip(*(g.chunk(cut.num_parts, cut.dim) for g in (first, second)), strict=True)
             joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
         else:
             joined[name] = first + second if name in partial else first
@@ -134,9 +134,9 @@ class StackedShare:
     """Ranks that share one row, simulated as the rows of a batch; see ``model/shared_rows.py``."""
 
     def __init__(self, size: int, is_head_tail: bool = False) -> None:
-        self.part = RowPart(0, size, is_head_tail)
+        self.part = RowShard(0, size, is_head_tail)
         self.ranks: Sequence[int] = range(size)
-        self.uses_eager, self.kernel_takes_parts = False, True
+        self.uses_eager, self.kernel_supports_parts = False, True
 
     def attend(self, attention: RankAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
         """Return the attention of all parts, CSHD, computed separately for each rank."""
@@ -245,7 +245,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         try:
             documents = _random_documents()
             wanted, gradients = compute_reference_losses(config, directory, documents)
-        except ArchitectureNotCheckable as why:
+        except UncheckableArchitecture as why:
             return ArchitectureCheck(
                 loss=_ErrorText(f"no small model of this kind could be tried: {why}")
             )
@@ -258,8 +258,8 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return ArchitectureCheck(loss=_describe_error(error))
         attention = ""
-        if (loss := _run_check(trial.check_loss, built)) and built.module.within_documents:
-            built.module.within_documents = trial.within_documents = False
+        if (loss := _run_check(trial.check_loss, built)) and built.module.uses_document_attention:
+            built.module.uses_document_attention = trial.uses_document_attention = False
             attention, loss = loss, _run_check(trial.check_loss, built)
         if loss:
             return ArchitectureCheck(loss=loss)
@@ -281,9 +281,9 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         )
 
 
-def _run_check(check: Callable[..., str], *given: Any) -> str:
+def _run_check(check: Callable[..., str], *arguments: Any) -> str:
     try:
-        return check(*given)
+        return check(*arguments)
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
         return _describe_error(error)
 
@@ -336,13 +336,13 @@ class _Trial:
     documents: list[torch.Tensor]
     losses: list[float]
     gradients: dict[str, torch.Tensor]
-    within_documents: bool = True
+    uses_document_attention: bool = True
 
     def build(self) -> BuiltModel:
         built = build(self.directory, torch.float32, FULL_TUNING, 0)
         blocks, cpu = list(find_blocks(built.module)), torch.device("cpu")
         use_faster_layers(built.module, blocks, False, built.dtype, cpu)
-        built.module.within_documents &= self.within_documents
+        built.module.uses_document_attention &= self.uses_document_attention
         return built
 
     def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
@@ -413,11 +413,11 @@ class _Trial:
         """Check packing with document starts given to layers as on a GPU, but with a mask in place
         of the GPU's kernel, which takes no fp32.
         """
-        built.module.has_kernel = built.module.kernel_has_windows = True
+        built.module.has_varlen_kernel = built.module.kernel_has_windows = True
         try:
             return self.check_packing(built)
         finally:
-            built.module.has_kernel = False
+            built.module.has_varlen_kernel = False
 
     def router_score(self, built: BuiltModel) -> ScoreFunction:
         return find_router_score_function(
@@ -435,7 +435,7 @@ class _Trial:
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss
         for rank in range(2):
-            (stage,) = cut_stages(built, plan, rank)
+            (stage,) = split_into_stages(built, plan, rank)
             out = _load(stage).module(batch, out)
         loss: float = out.item()
         if _is_different(loss, sum(self.losses)):
@@ -449,7 +449,7 @@ class _Trial:
                 method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
             )
             built = _load(build(self.directory, torch.float32, wanted, 0))
-            built.module.within_documents &= self.within_documents
+            built.module.uses_document_attention &= self.uses_document_attention
             use_lora_linear(find_blocks(built.module))  # peft's DoRA would multiply packed bytes
             loss = built.module(_make_batch([self.documents[:1]]))
             loss.backward()
@@ -482,7 +482,7 @@ class _Trial:
         def work(rank: int) -> None:
             try:
                 sliced, partial = slice_model(self.build(), ThreadAxis(rank, shared, barrier))
-                sliced.module.within_documents = False  # its state is shared by all threads
+                sliced.module.uses_document_attention = False  # its state is shared by all threads
                 loss = _load(sliced).module(batch)
                 loss.backward()
                 models[rank], losses[rank] = (sliced, partial), loss.item()
@@ -492,7 +492,7 @@ class _Trial:
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
         # Both threads set and reset one shared state, in any order: give it the value of both.
-        with batch_context.using(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+        with batch_context.use_batch(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -519,14 +519,15 @@ class _Trial:
             # GPU whose kernel takes windows, on one whose kernel does not, and as here on a CPU.
             is_odd = (value_shared_by_layers(built.config, "num_attention_heads") or 1) % 2
             ways = (True,) if is_odd else (True, False)
-            for (has_kernel, has_windows), is_head_tail in itertools.product(
+            for (has_varlen_kernel, has_windows), is_head_tail in itertools.product(
                 _ATTENTION_KERNEL_CASES, ways
             ):
-                share.part = RowPart(0, 2, is_head_tail)
+                share.part = RowShard(0, 2, is_head_tail)
                 parts = [
-                    cut_batch_to_rank(whole, replace(share.part, rank=rank)) for rank in share.ranks
+                    shard_batch_to_rank(whole, replace(share.part, rank=rank))
+                    for rank in share.ranks
                 ]
-                module.has_kernel, module.kernel_has_windows = has_kernel, has_windows
+                module.has_varlen_kernel, module.kernel_has_windows = has_varlen_kernel, has_windows
                 loss = module(stack_parts(parts))
                 if _is_different(loss.item(), sum(self.losses)):
                     return (
@@ -547,9 +548,9 @@ def _format_untrained_names(built: BuiltModel) -> str:
     return "\n".join(dict.fromkeys(wildcard_name(name) for name in names))
 
 
-def wildcard_name(saved: str) -> str:
-    """Return the name in ``untrained`` of the trained tensor that checkpoints call ``saved``."""
-    layer = adapted_layer(saved) or saved.removeprefix(ADAPTER_PREFIX)
+def wildcard_name(saved_name: str) -> str:
+    """Return the name in ``untrained`` of the trained tensor that checkpoints call ``saved_name``."""
+    layer = adapted_layer(saved_name) or saved_name.removeprefix(ADAPTER_PREFIX)
     return re.sub(r"\.\d+\.", ".*.", layer)
 
 

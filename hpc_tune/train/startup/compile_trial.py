@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.constraints import why_not_compiled
+from hpc_tune.config.constraints import find_compile_obstacle
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
@@ -33,14 +33,14 @@ from hpc_tune.engine.compile import (
 )
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.files import read_json_object, write_file
-from hpc_tune.log import SAME_ON_ALL_RANKS, log
+from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
 from hpc_tune.memory.device import empty_caches
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture_of_experts
 from hpc_tune.model.language import read_config
 from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.stock_reference import ArchitectureNotCheckable, write_small_model
+from hpc_tune.model.stock_reference import UncheckableArchitecture, write_small_model
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
@@ -67,13 +67,15 @@ def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
     if train.compile != "auto" or comm.device.type != "cuda":
         return train
     said = "train.compile=auto: blocks are not compiled: %s"
-    if why := why_not_compiled(parallel, built.tune, train, is_mixture_of_experts(built.module)):
+    if why := find_compile_obstacle(
+        parallel, built.tune, train, is_mixture_of_experts(built.module)
+    ):
         log.info(said, why)
     elif why := comm.run_on_rank_0(
         "trying compiled blocks",
         lambda: check_compiled_blocks_cached(built, parallel.recompute, comm.device),
     ):
-        log.warning(said, why, extra=SAME_ON_ALL_RANKS)
+        log.warning(said, why, extra=LOG_ON_RANK_0_ONLY)
     return train.model_copy(update={"compile": not why})
 
 
@@ -89,7 +91,9 @@ def check_compiled_blocks_cached(
     except HpcTuneError as error:
         return str(error)
     model = read_config(built.directory, built.rope_scaling)
-    kind = f"{built.dtype} {recompute} {built.module.within_documents} {_device_name(device)}"
+    kind = (
+        f"{built.dtype} {recompute} {built.module.uses_document_attention} {_device_name(device)}"
+    )
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
     if (cached := read_json_object(file).get("why")) is not None:
@@ -97,7 +101,7 @@ def check_compiled_blocks_cached(
     log.info("compiling a small %s model, to compare it with an uncompiled one", model.model_type)
     try:
         why = check_compiled_blocks(model, built.tune, built.dtype, device, recompute)
-    except ArchitectureNotCheckable as error:
+    except UncheckableArchitecture as error:
         return f"no small model of this kind could be tried: {error}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
@@ -121,34 +125,34 @@ def check_compiled_blocks(
     """Return how a small compiled model of the architecture differs, "" if it does not.
 
     Raises:
-        ArchitectureNotCheckable: if no small model can be made.
+        UncheckableArchitecture: if no small model can be made.
     """
     method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         write_small_model(model, directory := Path(folder))
         run = functools.partial(_run_step, directory, method, device=device, recompute=recompute)
         exact = run(torch.float32, compiled=False)
-        plain = exact if dtype == torch.float32 else run(dtype, compiled=False)
+        eager = exact if dtype == torch.float32 else run(dtype, compiled=False)
         with compiling_in_process(directory):
             compiled = run(dtype, compiled=True)
-        return compare_steps(exact, plain, compiled, MIN_TOLERANCES.get(dtype, 0.01))
+        return compare_steps(exact, eager, compiled, MIN_TOLERANCES.get(dtype, 0.01))
 
 
 def compare_steps(
-    exact: _StepValues, plain: _StepValues, compiled: _StepValues, min_tolerance: float
+    exact: _StepValues, eager: _StepValues, compiled: _StepValues, min_tolerance: float
 ) -> str:
     """Return which value of compiled blocks is too far from fp32 compared with plain blocks, or "".
 
     ``min_tolerance``: the share of a loss, or of a gradient's norm, that is tolerated in any case.
     """
-    for loss, ours, theirs in zip(exact.losses, compiled.losses, plain.losses, strict=True):
+    for loss, ours, theirs in zip(exact.losses, compiled.losses, eager.losses, strict=True):
         if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + min_tolerance * abs(loss):
             return f"a small model's loss is {ours:.6g} with compiled blocks, {theirs:.6g} without"
     for name, gradient in exact.gradients.items():
         norm = gradient.norm().item()
         ours, theirs = (
             (step.gradients[name] - gradient).norm().item() if name in step.gradients else norm
-            for step in (compiled, plain)
+            for step in (compiled, eager)
         )
         if not ours <= MAX_ERROR_RATIO * theirs + min_tolerance * norm + 1e-7:
             ours, theirs = ours / (norm or 1.0), theirs / (norm or 1.0)

@@ -23,8 +23,8 @@ from hpc_tune.data.order import compute_progress
 from hpc_tune.data.packed_rows import count_tokens
 from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
-from hpc_tune.model.experts import OTHER_PARTS, chosen_expert_share, num_chosen_experts
-from hpc_tune.model.float8 import why_no_float8_matmuls
+from hpc_tune.model.experts import OTHER_PARTS, active_expert_share, num_experts_per_token
+from hpc_tune.model.float8 import explain_missing_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
@@ -38,7 +38,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.preflight import MemoryForecast
-from hpc_tune.units import count_of, format_count
+from hpc_tune.units import format_count, format_quantity
 from hpc_tune.world.affinity import SYS
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import (
@@ -83,7 +83,7 @@ def log_start(
     }
     sources = compute_progress(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     for name, text in lines.items():
-        if name != "world" or job.chosen is not None:
+        if name != "world" or job.candidate is not None:
             log.info("%-7s %s", name, text)
         for source in sources if name == "data" else ():
             log.info("source  %s", source)
@@ -98,7 +98,7 @@ def log_start(
         folder=os.getcwd(),
         **_batch_job_fields(os.environ),
         hardware=_describe_hardware(comm),
-        links=job.chosen.links if job.chosen is not None else "",
+        links=job.candidate.links if job.candidate is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
         counts=_count_data(data),
         remarks=data.counters.remarks(),
@@ -118,7 +118,7 @@ def _list_warnings(comm: Comm, model: Model, layout: Layout, data: Data) -> Iter
     yield from warn_idle_ranks(rows, layout)
     epoch_rows = data.loader.num_rows_per_epoch
     yield from warn_few_steps(config.train, config.optim, rows, data.total_steps, epoch_rows)
-    yield from warn_best_not_kept(config.train, config.checkpoint)
+    yield from warn_best_weights_not_saved(config.train, config.checkpoint)
     yield from warn_useless_8bit_optimizer(config.optim, model.size, comm.device)
 
 
@@ -141,13 +141,13 @@ def warn_idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
     ranks, each = layout.data_parallel_size, layout.size // layout.data_parallel_size
     if rows < ranks:
         yield (
-            f"{count_of(rows, 'row')} for {layout.size} ranks: "
+            f"{format_quantity(rows, 'row')} for {layout.size} ranks: "
             f"{(ranks - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
             f"batch.global_size={ranks}"
         )
 
 
-def warn_best_not_kept(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+def warn_best_weights_not_saved(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a warning where a run that stops early does not keep its best weights."""
     if (num_evals := train.stop_after_evals) is None:
         return
@@ -168,7 +168,7 @@ def warn_useless_8bit_optimizer(
     optim: OptimConfig, size: ModelSize, device: torch.device
 ) -> Iterator[str]:
     """Yield a warning if optimizer moments in 8 bits have no benefit, or are slow."""
-    if optim.is_8bit and not size.spared_bytes:
+    if optim.is_8bit and not size.moment_savings_bytes:
         yield (
             "optim.name=adamw_8bit has no effect: no trained tensor has 4,096 values; leave it out"
         )
@@ -245,7 +245,7 @@ def describe_float8_base(model: Model, device: torch.device) -> str:
     if not model.config.tune.base_dtype:
         return ""
     dtype = model.built.dtype
-    why = why_no_float8_matmuls(device, dtype)
+    why = explain_missing_float8_matmuls(device, dtype)
     return f"; the base is multiplied in {f'{str(dtype)[6:]}: {why}' if why else 'float8'}"
 
 
@@ -276,7 +276,7 @@ def warn_slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[
 
 def _describe_world(comm: Comm) -> str:
     world = comm.world
-    ranks, nodes = count_of(world.size, "rank"), count_of(world.num_nodes, "node")
+    ranks, nodes = format_quantity(world.size, "rank"), format_quantity(world.num_nodes, "node")
     return f"{ranks} on {nodes}, via {world.launcher}, {comm.device.type}"
 
 
@@ -317,8 +317,8 @@ def describe_experts(size: ModelSize, model: Any) -> str:
         f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
         for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0]))
     ]
-    num_chosen = num_chosen_experts(model)
-    each = f"{num_chosen} of {round(num_chosen / chosen_expert_share(model))}"
+    num_chosen = num_experts_per_token(model)
+    each = f"{num_chosen} of {round(num_chosen / active_expert_share(model))}"
     return f"{each} for a token; {', '.join(parts)}" if parts else ""
 
 
@@ -366,7 +366,7 @@ def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
 def _describe_hardware(comm: Comm) -> str:
     if comm.device.type == "cuda":
         return torch.cuda.get_device_name(comm.device)
-    threads = count_of(torch.get_num_threads(), "thread")
+    threads = format_quantity(torch.get_num_threads(), "thread")
     return f"{platform.machine()} CPU, {threads} per rank"
 
 

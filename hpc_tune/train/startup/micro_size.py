@@ -50,12 +50,12 @@ def decide_micro_size(
     now = job.config.model_dump()
     if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, now):
         return saved.micro_size
-    most_rows = max_micro_rows(config.batch, layout)
+    max_rows = max_micro_rows(config.batch, layout)
     watch = job.make_stall_watch()
     watch.enter("measuring micro-batches")
     with watch.watching():
         return largest_micro_size(
-            job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
+            job.setup_comm, engine, job.monitor, config.data.seq_len, max_rows
         )
 
 
@@ -67,7 +67,7 @@ def _needs_same_memory(saved: RunState, settings: Settings) -> bool:
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     """Log the size of micro-batches, and the bytes that a step sends."""
     seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
-    tokens, num_micro = plan.num_own_tokens(rows * seq_len), -(-rows // micro_size)
+    tokens, num_micro = plan.num_local_tokens(rows * seq_len), -(-rows // micro_size)
     micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
     sent = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
@@ -80,9 +80,9 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
 
 
 def largest_micro_size(
-    comm: Comm, engine: Engine, monitor: MemoryMonitor, seq_len: int, most_rows: int
+    comm: Comm, engine: Engine, monitor: MemoryMonitor, seq_len: int, max_rows: int
 ) -> int:
-    """Return the largest power of two of rows that fit on every rank, or ``most_rows`` if these do.
+    """Return the largest power of two of rows that fit on every rank, or ``max_rows`` if these do.
 
     One row of ``seq_len`` tokens, all with loss, is run forward and backward; then two rows, if
     they fit even at twice the memory of the first. The memory that the second row adds is the cost
@@ -92,7 +92,7 @@ def largest_micro_size(
     Raises:
         MemoryBudgetError: if one row does not fit on this rank's device.
     """
-    if most_rows <= 1:
+    if max_rows <= 1:
         return 1
     device = monitor.device
     if device is not None:
@@ -109,10 +109,10 @@ def largest_micro_size(
 
     one_bytes = max(measure_row_bytes(1), 1)
     rows = min_over_ranks(room_bytes // one_bytes)
-    if 1 < rows < most_rows:
+    if 1 < rows < max_rows:
         added_bytes = max(measure_row_bytes(2) - one_bytes, one_bytes // _MAX_ROW_BYTES_RATIO, 1)
         rows = min_over_ranks(1 + (room_bytes - one_bytes) // added_bytes)
-    return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
+    return max_rows if rows >= max_rows else 1 << (rows.bit_length() - 1)
 
 
 def _prepare_device_measurement(

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_tune.cluster.launchers import why_command_failed
+from hpc_tune.cluster.launchers import explain_command_failure
 from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import PLAN_BYTES, find_host_limit, spare_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
-from hpc_tune.plan.memory_model import PhaseMemory, surely_fits, upper_bound_bytes
+from hpc_tune.plan.memory_model import PhaseMemory, upper_bound_bytes, upper_bound_fits
 from hpc_tune.plan.report import MemoryPlan, phase_fits, plan_from_json
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir.json_lines import STARTING_CONFIG
@@ -44,18 +44,22 @@ class MemoryForecast:
     verdict: str
 
 
-def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> MemoryForecast:
+def preflight(
+    job: Job, model: Model, resolved_layout: ResolvedLayout, force: bool
+) -> MemoryForecast:
     """Return the memory forecast of this run. Collective.
 
     Raises:
         MemoryBudgetError: if a phase does not fit, unless ``force`` is set.
         ResumableStop: if the run was asked to stop while planning.
     """
-    config, comm, machine = model.config, job.setup_comm, resolved.machine
+    config, comm, machine = model.config, job.setup_comm, resolved_layout.machine
     tokens = min_micro_rows(config.batch) * config.data.seq_len
-    most = upper_bound_bytes(model.size, resolved.layout, model.built.config, tokens, machine)
+    most = upper_bound_bytes(
+        model.size, resolved_layout.layout, model.built.config, tokens, machine
+    )
     room = machine.bytes_per_rank
-    if surely_fits(most, machine):
+    if upper_bound_fits(most, machine):
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
         return MemoryForecast(None, verdict)
@@ -157,7 +161,11 @@ def _run_plan_command(
             words = f"stopped while planning ({reason})"
             raise ResumableStop(reason, job.resume_point.step, words=words) from None
         is_killed = isinstance(error, subprocess.CalledProcessError)
-        why = printed.splitlines()[-1] if printed and not is_killed else why_command_failed(error)
+        why = (
+            printed.splitlines()[-1]
+            if printed and not is_killed
+            else explain_command_failure(error)
+        )
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
 

@@ -75,8 +75,8 @@ def network(size, rate=1e9, nodes=None, slow=()):
 
 def legal(num_ranks, **parts):
     settings = config(**parts)
-    with_tensor = allows_tensor_parallel(settings.tune, settings.train)
-    return legal_layouts(settings.parallel, MODEL, num_ranks, with_tensor)
+    allow_tensor_parallel = allows_tensor_parallel(settings.tune, settings.train)
+    return legal_layouts(settings.parallel, MODEL, num_ranks, allow_tensor_parallel)
 
 
 def ranked(settings, work, room, compute, net):
@@ -357,7 +357,7 @@ def test_rows_are_shared_where_no_rank_can_hold_whole_ones(
         return SimpleNamespace(steady_phase=phase, tokens_that_fit=4096, fits=fits, advice=["more"])
 
     monkeypatch.setattr(search, "make_plan", plan)
-    monkeypatch.setattr(search, "surely_fits", lambda most, machine: False)
+    monkeypatch.setattr(search, "upper_bound_fits", lambda most, machine: False)
     limits = ["batch.global_size=8", "batch.micro_size=1", "data.seq_len=4096"]
     limits += ["parallel.tensor=1", "parallel.pipeline=1"]
     settings = load_config(None, ["parallel=auto", *limits, *words])

@@ -45,13 +45,13 @@ def names(store: Store) -> list[str]:
 
 def test_a_store_without_a_folder_has_no_checkpoint(store):
     assert store.step_folders() == []
-    assert store.latest() is None
+    assert store.latest_checkpoint() is None
 
 
 def test_what_is_committed_is_found_verifies_and_gives_its_state_back(store):
     path = save(store, 100)
     assert path == store.folder / "step-00000100"
-    assert store.latest() == path
+    assert store.latest_checkpoint() == path
     verify(path)
     assert read_state(path) == {"step": 100}
     assert (path / "rank-00001.safetensors").read_bytes() == b"100-1" * 9
@@ -98,7 +98,7 @@ def test_the_newest_stay_and_older_ones_go(tmp_path, keep):
     store = Store(tmp_path, keep)
     for step in (10, 20, 30, 40):
         save(store, step)
-        assert store.latest() == tmp_path / f"step-{step:08d}"
+        assert store.latest_checkpoint() == tmp_path / f"step-{step:08d}"
     assert names(store) == [f"step-{step:08d}" for step in (10, 20, 30, 40)[-keep:]]
 
 
@@ -175,7 +175,7 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(store, warnings, damage):
     before, newest = save(store, 10), save(store, 20)
     DAMAGES[damage](newest)
-    assert store.latest() == before
+    assert store.latest_checkpoint() == before
     if newest.exists():
         assert len(warnings()) == 1
         assert str(newest) in warnings()[0]
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_put_aside_when_its_step_comes_again(store, dama
     DAMAGES[damage](save(store, 20))
     left = [p.name for p in store.step_folders()]
     again = save(store, 20)
-    assert store.latest() == again
+    assert store.latest_checkpoint() == again
     aside = ["step-00000020.superseded"] if "step-00000020" in left else []
     assert names(store) == ["step-00000010", "step-00000020", *aside]
 
@@ -201,9 +201,9 @@ def test_a_save_after_a_damaged_newer_one_is_not_the_one_that_goes(tmp_path, kee
     store = Store(tmp_path, keep)
     save(Store(tmp_path, keep=2), 50)
     flip(save(Store(tmp_path, keep=2), 100) / MANIFEST)
-    assert store.latest() == tmp_path / "step-00000050"
+    assert store.latest_checkpoint() == tmp_path / "step-00000050"
     path = save(store, 60)
-    assert store.latest() == path
+    assert store.latest_checkpoint() == path
     kept = ["step-00000050", "step-00000060"][-keep:]
     assert names(store) == [*kept, "step-00000100.superseded"]
 
@@ -212,10 +212,10 @@ def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warn
     """A later start must not go on from step 30 of the run before, and nothing is lost."""
     paths = [save(store, step) for step in (10, 20, 30)]
     held = [(path / "rank-00001.safetensors").read_bytes() for path in paths]
-    assert store.latest() != (path := save(store, 11))
-    assert store.latest() == path
+    assert store.latest_checkpoint() != (path := save(store, 11))
+    assert store.latest_checkpoint() == path
     aside = [path.with_name(f"{path.name}.superseded") for path in paths[1:]]
-    assert store.list_superseded() == aside
+    assert store.list_superseded_checkpoints() == aside
     assert names(store) == ["step-00000010", "step-00000011", *(path.name for path in aside)]
     for path, content in zip(aside, held[1:], strict=True):
         verify(path)
@@ -223,7 +223,7 @@ def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warn
     assert [str(path) in said for path, said in zip(aside, warnings(), strict=True)] == [True] * 2
     save(store, 20)
     save(store, 12)
-    assert [path.name for path in store.list_superseded()] == [
+    assert [path.name for path in store.list_superseded_checkpoints()] == [
         "step-00000020.2.superseded",
         "step-00000020.superseded",
         "step-00000030.superseded",
@@ -255,13 +255,13 @@ def test_a_file_that_cannot_be_read_is_no_damage_and_nothing_older_is_taken(
     save(store, 10)
     newest = save(store, 20)
     failing = Failing(monkeypatch, newest / name, number, times=2)
-    assert store.latest() == newest
+    assert store.latest_checkpoint() == newest
     assert failing.waited == [0.5, 2.0]
     failing.left = 1000
     with pytest.raises(
         UnreadableError, match=rf"{name} cannot be read: .*4 times in 8 s.*may be intact"
     ):
-        store.latest()
+        store.latest_checkpoint()
     assert failing.left == 996
 
 
@@ -292,12 +292,12 @@ def test_a_commit_that_is_not_wanted_any_more_changes_nothing_from_then_on(tmp_p
         (tmp_path / str(calls) / "step-00000025.tmp").mkdir()
         store, left = Store(tmp_path / str(calls), keep=1), iter([False] * (calls - 1) + [True])
 
-        def require_wanted(left=left):
+        def raise_if_obsolete(left=left):
             if next(left):
                 raise CheckpointError("given up")
 
         with pytest.raises(CheckpointError, match="given up"):
-            store.commit(store.begin(35), {"step": 35}, [], require_wanted)
+            store.commit(store.begin(35), {"step": 35}, [], raise_if_obsolete)
         found.append([name[5:].lstrip("0") for name in names(store)])
     assert found == [
         ["10", "20", "25.tmp", "35.tmp", "40"],
@@ -427,15 +427,15 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new_checkpoint(
                 outcome = "stopped"
             else:
                 outcome = "went on"
-        latest = store.latest()
-        assert latest is not None
-        assert latest.name in ("step-00000020", "step-00000030")
-        assert read_state(latest) == {"step": int(latest.name[5:])}
+        latest_checkpoint = store.latest_checkpoint()
+        assert latest_checkpoint is not None
+        assert latest_checkpoint.name in ("step-00000020", "step-00000030")
+        assert read_state(latest_checkpoint) == {"step": int(latest_checkpoint.name[5:])}
         verify(store.folder / "step-00000020")
-        seen.add((outcome, latest.name))
+        seen.add((outcome, latest_checkpoint.name))
         if kind == "refused" and outcome == "went on":
             # An error that is not reported must not have cost the new checkpoint.
-            assert latest.name == "step-00000030"
+            assert latest_checkpoint.name == "step-00000030"
         save(store, 40)
         assert names(store)[-1] == "step-00000040"
         assert not [name for name in names(store) if name.endswith(".tmp")]
@@ -456,7 +456,7 @@ def test_a_full_disk_is_a_checkpoint_error_and_older_ones_stay(store, monkeypatc
     )
     with pytest.raises(CheckpointError, match=r"step-00000020 cannot be committed.*No space left"):
         store.commit(temporary, {}, [])
-    assert store.latest() == before
+    assert store.latest_checkpoint() == before
 
 
 def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):

@@ -19,7 +19,7 @@ from hpc_tune.checkpoint.writer import (
     CudaStagingDevice,
     PinnedBlockPool,
     choose_staging_bytes,
-    cut_pieces,
+    split_into_pieces,
     total_block_bytes,
 )
 from hpc_tune.errors import CheckpointError
@@ -187,7 +187,7 @@ def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
     monkeypatch.setattr(writer_module, "PIECE_BYTES", 4096)
     mixed = {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(0), "c": torch.ones(3000)}
     saved = regions_of(mixed)
-    pieces = list(cut_pieces(saved))
+    pieces = list(split_into_pieces(saved))
     for number, region in enumerate(saved):
         mine = [piece for piece in pieces if piece.region == number]
         assert [i for p in mine for i in range(p.start, p.stop)] == list(range(region.box.shape[0]))
@@ -236,9 +236,9 @@ def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):
     monkeypatch.setattr(writer_module.torch, "empty", lambda *_, **__: object())
     kept = PinnedBlockPool()
     first, second = [kept.take(), kept.take()], [kept.take(), kept.take()]
-    kept.put_back(second)
+    kept.return_blocks(second)
     assert (kept.num_bytes, given_back) == (2 * writer_module.PIECE_BYTES, [])
-    kept.put_back(first)
+    kept.return_blocks(first)
     assert (kept.num_bytes, given_back) == (2 * writer_module.PIECE_BYTES, [True])
 
 

@@ -457,7 +457,7 @@ def test_a_merge_holds_one_tensor_at_a_time(tmp_path):
     }
     write_regions(
         tmp_path / "step" / "rank-00000.safetensors",
-        [Region.whole(n, t.dtype, tuple(t.shape), t.contiguous) for n, t in tensors.items()],
+        [Region.cover_tensor(n, t.dtype, tuple(t.shape), t.contiguous) for n, t in tensors.items()],
     )
     give_manifest(tmp_path / "step")
     done = subprocess.run(

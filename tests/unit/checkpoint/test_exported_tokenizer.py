@@ -6,7 +6,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from hpc_tune.checkpoint.export import copy_tokenizer, replacing_folder
+from hpc_tune.checkpoint.export import copy_tokenizer, replace_folder
 from hpc_tune.checkpoint.export_metadata import write_chat_template
 from tests.support.data import CHATML, byte_tokenizer
 from tests.unit.model.test_tokenizer_file import TEXT, write
@@ -35,7 +35,7 @@ def base_with(folder, how):
 
 
 def exported(base, out, template=None):
-    with replacing_folder(out, base) as temporary:
+    with replace_folder(out, base) as temporary:
         copy_tokenizer(base, temporary)
         (temporary / "adapter_model.safetensors").touch()
         write_chat_template(template, base, temporary)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from hpc_tune.checkpoint import store as storing
-from hpc_tune.checkpoint.locate import describe_checkpoints, locate, retry_with_newest
+from hpc_tune.checkpoint.locate import describe_checkpoints, locate, retry_with_newest_checkpoint
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.errors import CheckpointError
 from tests.unit.checkpoint.test_checkpoint_state import state
@@ -55,13 +55,13 @@ def test_what_is_done_with_a_checkpoint_that_goes_is_done_with_the_newest(tmp_pa
             store.commit(store.begin(10 + used[-1]), state(step=10).to_json(), [])
         return (checkpoint / "manifest.json").stat().st_size
 
-    assert retry_with_newest(run, tmp_path, work) > 0
+    assert retry_with_newest_checkpoint(run, tmp_path, work) > 0
     assert used == [10, 20, 30]
     with pytest.raises(CheckpointError, match="of its own"):
-        retry_with_newest(locate(tmp_path), tmp_path, failing)
+        retry_with_newest_checkpoint(locate(tmp_path), tmp_path, failing)
     shutil.rmtree(store.folder)
     with pytest.raises(FileNotFoundError):
-        retry_with_newest(run, tmp_path, work)
+        retry_with_newest_checkpoint(run, tmp_path, work)
 
 
 def failing(checkpoint):

@@ -104,7 +104,7 @@ def test_ranks_and_alphas_of_layers_that_are_named_by_their_weight_are_kept(
     merged = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
     assert torch.allclose(logits(stock(merged)), logits(module), atol=1e-5)
     again = use_init_adapter(build(base, torch.float32, tune, 0), out)
-    assert again.start is not None
+    assert again.init_index is not None
 
 
 @pytest.mark.parametrize("named", ["rank_pattern", "alpha_pattern"])
@@ -138,7 +138,7 @@ def test_a_pattern_that_marks_its_end_is_known_again(mixtures, tmp_path):
     trained(mixtures["qwen2_moe"], tune, tmp_path / "step")
     out = export_adapter(tmp_path / "step", tune, mixtures["qwen2_moe"], tmp_path / "adapter")
     built = build(mixtures["qwen2_moe"], torch.float32, tune, 0)
-    assert use_init_adapter(built, out).start is not None
+    assert use_init_adapter(built, out).init_index is not None
 
 
 def test_dora_on_layers_that_peft_takes_for_experts_is_refused_and_the_advice_is_good(

@@ -9,7 +9,7 @@ import torch
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.load import load_config
-from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.config.rope import ORIGINAL_LENGTH_KEY, format_rope_scaling
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import read_config
@@ -21,7 +21,7 @@ from tests.unit.checkpoint.test_gguf import write_base
 TRAINED = 128  # tokens
 SEQ_LEN = 2 * TRAINED
 POSITIONS = {"yarn": 4 * TRAINED, "linear": TRAINED, "dynamic": SEQ_LEN}
-YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: TRAINED}
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL_LENGTH_KEY: TRAINED}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 LORA = METHODS["lora"]
@@ -104,7 +104,9 @@ def test_a_gguf_file_has_them_as_llama_cpp_reads_them(tmp_path, base, scaling):
         assert fields["llama.rope.scaling.type"] == scaling["rope_type"]
         assert fields["llama.rope.scaling.factor"] == 4.0
         assert fields["llama.context_length"] == 4 * TRAINED
-    assert fields.get("llama.rope.scaling.original_context_length") == scaling.get(ORIGINAL)
+    assert fields.get("llama.rope.scaling.original_context_length") == scaling.get(
+        ORIGINAL_LENGTH_KEY
+    )
     assert close(logits(loaded_as_the_card_says(out, base)), logits(stock(merged)))
 
 

@@ -6,11 +6,11 @@ import pytest
 from hpc_tune.cluster.launchers import (
     check_torchrun_master,
     environ_without_launcher,
+    explain_command_failure,
     find_claim,
     find_launcher,
     rank_hint,
     run_hpc_tune_command,
-    why_command_failed,
 )
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
 from hpc_tune.errors import WorldError
@@ -129,11 +129,11 @@ def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
 def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
     with pytest.raises(subprocess.TimeoutExpired) as late:
         run_hpc_tune_command(["doctor"], 0.0)
-    assert why_command_failed(late.value) == "not done within 0 s"
+    assert explain_command_failure(late.value) == "not done within 0 s"
     ended = {3: "it ended with exit code 3", -9: "it was ended by SIGKILL"}
     for code, said in ended.items():
-        assert why_command_failed(subprocess.CalledProcessError(code, ["x"])) == said
-    assert why_command_failed(OSError("no such file")) == "no such file"
+        assert explain_command_failure(subprocess.CalledProcessError(code, ["x"])) == said
+    assert explain_command_failure(OSError("no such file")) == "no such file"
 
 
 @pytest.mark.parametrize(

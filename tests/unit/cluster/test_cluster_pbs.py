@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hpc_tune import cli
 from hpc_tune.cluster.pbs import PBS, render
-from hpc_tune.cluster.schedulers import choose_section, leave_before_s
+from hpc_tune.cluster.schedulers import choose_section, read_exit_margin_s
 from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import PbsConfig, SlurmConfig
 from hpc_tune.errors import ConfigError
@@ -326,9 +326,9 @@ def test_supervise_takes_the_section_of_the_job_that_it_is_in():
 
 
 def test_the_script_says_how_long_before_its_end_ranks_are_asked():
-    assert leave_before_s({}, 60.0) == 60.0
-    assert leave_before_s({"HPC_TUNE_LEAVE_BEFORE": "300"}, 60.0) == 300.0
-    assert leave_before_s({"HPC_TUNE_LEAVE_BEFORE": "0"}, 60.0) == 60.0
+    assert read_exit_margin_s({}, 60.0) == 60.0
+    assert read_exit_margin_s({"HPC_TUNE_LEAVE_BEFORE": "300"}, 60.0) == 300.0
+    assert read_exit_margin_s({"HPC_TUNE_LEAVE_BEFORE": "0"}, 60.0) == 60.0
 
 
 def test_a_plan_is_made_for_the_nodes_of_the_pbs_section(tmp_path):

@@ -228,10 +228,10 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     )
     assert (list(found), lost) == (["n3"], True)
     assert found["n3"] == "Slurm says that it is down and does not respond"
-    assert cluster.of()._slurm.find_sick_nodes(["n1"]) == {}
+    assert cluster.of()._slurm.find_unhealthy_nodes(["n1"]) == {}
     cluster.states["n1"] = "mixed*"
     cluster.write()
-    assert cluster.of()._slurm.find_sick_nodes(["n1"]) == {
+    assert cluster.of()._slurm.find_unhealthy_nodes(["n1"]) == {
         "n1": "Slurm says that it does not respond"
     }
     cluster.states["n1"] = "mixed"
@@ -311,10 +311,10 @@ def test_probes_that_fail_everywhere_accuse_nobody(cluster):
 def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
     nodes = cluster.of(least=2, tensor=2, replicate=3)
     nodes.left_out["n3"] = "x"
-    assert nodes.why_too_few() is None
+    assert nodes.explain_node_shortage() is None
     assert list(nodes.command().settings) == ["parallel.replicate=2"]
     nodes.left_out["n2"] = "x"
-    assert nodes.why_too_few() == "1 of 3 nodes are left, fewer than slurm.min_nodes=2"
+    assert nodes.explain_node_shortage() == "1 of 3 nodes are left, fewer than slurm.min_nodes=2"
     # Four ranks are a multiple of a stage's, six are not: one node waits.
     nodes = JobNodes(
         ["srun", "python"],
@@ -407,7 +407,7 @@ esac
 def test_mpirun_without_a_list_of_hosts_is_started_as_it_is(tmp_path, caplog):
     nodes = JobNodes(["mpirun", "-np", "4", "python"], {}, SlurmConfig(spare_nodes=1))
     assert nodes.command().words == ["mpirun", "-np", "4", "python"]
-    assert nodes.why_too_few() is None
+    assert nodes.explain_node_shortage() is None
     assert "slurm.spare_nodes=1 has no effect: the job has no second node that is known" in (
         caplog.text
     )

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.config.constraints import check_config, why_not_compiled
+from hpc_tune.config.constraints import check_config, find_compile_obstacle
 from hpc_tune.config.load import (
     describe_fields,
     load_config,
@@ -527,9 +527,9 @@ def test_a_whole_row_is_one_piece(write, others):
 )
 def test_auto_does_not_compile_what_is_done_for_long_rows(write, long_rows_note):
     config = load_config(write(SOME), ["parallel.recompute=full", *long_rows_note])
-    assert "train.compile=true with " + long_rows_note[0].partition("=")[0] in why_not_compiled(
-        config.parallel, config.tune, config.train, False
-    )
+    assert "train.compile=true with " + long_rows_note[0].partition("=")[
+        0
+    ] in find_compile_obstacle(config.parallel, config.tune, config.train, False)
 
 
 @pytest.mark.parametrize("shard", ["", "parallel.shard=6"])

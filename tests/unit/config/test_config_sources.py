@@ -102,7 +102,7 @@ def test_a_source_is_read_as_it_says_and_else_as_the_section_says():
             "data.columns={x: text}",
         ],
     ).data
-    alone = data.for_source(data.sources[0])
+    alone = data.with_source(data.sources[0])
     assert (alone.path, alone.columns, alone.chat_template, alone.loss_on, alone.sources) == (
         *("a.jsonl", {"q": "prompt"}, "./t", "all", None),
     )

@@ -310,10 +310,13 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, na
 def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
     converted = tool.convert_config(config, 4)
-    groups = (converted.taken, converted.decided, converted.not_taken)
+    groups = (converted.mapped_keys, converted.ignored_keys, converted.unsupported_keys)
     for key, _ in tool.flatten_keys(config, tool.recognize_tool(config).list_keys):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
-    assert line_of(converted.not_taken, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
+    assert (
+        line_of(converted.unsupported_keys, "my_own_key")
+        == f"my_own_key = 3: {tool.UNKNOWN_KEY_ADVICE}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,15 +369,15 @@ def test_no_key_is_in_two_tables():
 )
 def test_what_is_different_in_8_bits_is_said(text, changes, key, words):
     converted = tool.convert_config(theirs(text, **changes), 1)
-    assert words in line_of([*converted.not_taken, *converted.taken], key)
+    assert words in line_of([*converted.unsupported_keys, *converted.mapped_keys], key)
 
 
 def test_fp16_is_named_and_the_dtype_left_to_the_device():
     converted = tool.convert_config(theirs(FACTORY_LORA, bf16=None, fp16=True), 1)
-    assert "bf16 or fp32" in line_of(converted.not_taken, "fp16")
+    assert "bf16 or fp32" in line_of(converted.unsupported_keys, "fp16")
     assert "model.dtype" not in settings(converted)
     converted = tool.convert_config(theirs(TUNE_LORA, dtype="fp16"), 1)
-    assert "bf16 or fp32" in line_of(converted.not_taken, "dtype")
+    assert "bf16 or fp32" in line_of(converted.unsupported_keys, "dtype")
 
 
 def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
@@ -382,7 +385,7 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
     converted = tool.convert_config(theirs(TUNE_LORA, **columns), 1)
     assert settings(converted)["data.columns"] == {"turns": "messages"}
     assert "data.columns = {'turns': 'messages'} already" in line_of(
-        converted.not_taken, "dataset.column"
+        converted.unsupported_keys, "dataset.column"
     )
 
 

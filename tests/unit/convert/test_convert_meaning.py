@@ -51,7 +51,7 @@ def test_that_alpacas_preamble_is_lost_is_said_and_starred(name):
         converted = command.convert_config(
             theirs(TUNE_LORA, dataset__data_files=files, **changes), 1
         )
-        line = line_of(converted.not_taken, "dataset._component_")
+        line = line_of(converted.unsupported_keys, "dataset._component_")
         assert "Below is an instruction" in line
         assert line in converted.to_do
 
@@ -60,17 +60,17 @@ def test_a_remark_is_said_once_with_all_its_keys():
     changes = {"logging_steps": 10, "plot_loss": True, "use_galore": True, "galore_rank": 128}
     changes |= {"cache_dir": None, "tokenized_path": None, "other_key": None}
     converted = command.convert_config(theirs(FACTORY_LORA, **changes), 2)
-    assert "logging_steps, plot_loss: metrics.jsonl" in line_of(converted.decided, "plot_loss")
-    assert line_of(converted.not_taken, "use_galore").startswith(
+    assert "logging_steps, plot_loss: metrics.jsonl" in line_of(converted.ignored_keys, "plot_loss")
+    assert line_of(converted.unsupported_keys, "use_galore").startswith(
         "use_galore = true, galore_rank = 128:"
     )
-    for group in (converted.taken, converted.decided, converted.not_taken):
+    for group in (converted.mapped_keys, converted.ignored_keys, converted.unsupported_keys):
         remarks = [line.remark for line in group]
         assert len(remarks) == len(set(remarks))
     titles = [line for line in command.report_lines(converted, ()) if line.endswith(")")]
-    number = sum(len(line.keys) for line in converted.decided)
+    number = sum(len(line.keys) for line in converted.ignored_keys)
     assert f"decided by hpc_tune itself ({number})" in titles
-    assert number > len(converted.decided)
+    assert number > len(converted.ignored_keys)
 
 
 RECORDS = [{"text": f"{number}: ü\u2028\n[x]"} for number in range(40)]
@@ -96,7 +96,7 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
         changes = {"datasets": [{"path": str(data), "type": "completion", **changes}]}
     elif text == TUNE_LORA:
         changes = {"dataset__data_files": str(data), **changes}
-    line = line_of(command.convert_config(theirs(text, **changes), 1).not_taken, key)
+    line = line_of(command.convert_config(theirs(text, **changes), 1).unsupported_keys, key)
     shown = line[line.index("python -c") : line.index(" > part.jsonl")]
     shown = shown.replace(" FILE", f" {shlex.quote(str(data))}")
     shown = shown.replace("python", shlex.quote(sys.executable), 1)
@@ -109,7 +109,7 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
 def test_a_part_of_a_file_of_another_kind_is_named_without_a_command(split, part):
     changes = {"dataset__data_files": "/d/a.parquet", "dataset__split": split}
     line = line_of(
-        command.convert_config(theirs(TUNE_LORA, **changes), 1).not_taken, "dataset.split"
+        command.convert_config(theirs(TUNE_LORA, **changes), 1).unsupported_keys, "dataset.split"
     )
     assert f"write records {part} of /d/a.parquet" in line
     assert "python -c" not in line
@@ -190,7 +190,7 @@ def test_targets_that_the_model_does_not_have_are_named(tmp_path, text, key, mod
     fused = directory(tmp_path / "fused", ["qkv_proj", "o_proj"], is_indexed)
     changes = {key.replace(".", "__"): ["q_proj", "v_proj"]}
     converted = command.convert_config(theirs(text, **changes, **{model: fused}), 1)
-    line = line_of(converted.not_taken, key)
+    line = line_of(converted.unsupported_keys, key)
     assert "has no layers q_proj, v_proj" in line
     assert "some of lm_head, o_proj, qkv_proj" in line
     assert line in converted.to_do
@@ -203,7 +203,7 @@ def test_config_json_tells_the_layers_where_there_are_no_weights(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
     changes = {"model_name_or_path": str(tmp_path)}
     line = line_of(
-        command.convert_config(theirs(FACTORY_LORA, **changes), 1).not_taken, "lora_target"
+        command.convert_config(theirs(FACTORY_LORA, **changes), 1).unsupported_keys, "lora_target"
     )
     assert "gate_up_proj" in line
     (tmp_path / "config.json").write_text('{"model_type": "of my own"}')
@@ -215,7 +215,7 @@ def test_layers_that_a_builder_splits_and_the_files_do_not_are_one_target():
     changes |= {"model__lora_attn_modules": ["q_proj", "v_proj"]}
     converted = command.convert_config(theirs(TUNE_LORA, **changes), 1)
     assert settings(converted)["tune.targets"] == ["qkv_proj"]
-    line = line_of(converted.taken, "model.lora_attn_modules")
+    line = line_of(converted.mapped_keys, "model.lora_attn_modules")
     assert "one adapter" in line
     assert "k_proj" in line
     assert line in converted.to_do
@@ -224,7 +224,7 @@ def test_layers_that_a_builder_splits_and_the_files_do_not_are_one_target():
 def test_what_is_neither_told_nor_known_is_named_once():
     converted = command.convert_config(theirs(TUNE_LORA, checkpointer__checkpoint_dir=None), 1)
     missing = f"model.path: replace {command.PLACEHOLDER}, since their config does not say it"
-    assert converted.further == (missing,)
+    assert converted.further_notes == (missing,)
     with pytest.raises(ConfigError, match="expected a training config"):
         command.convert_config({"policy_model": "x"}, 1)
 
@@ -240,7 +240,7 @@ def test_what_is_learned_from_text_alone_is_taken_over():
 def test_a_secret_in_a_config_is_not_printed():
     converted = command.convert_config(theirs(AXOLOTL_LORA, comet_api_key="s3cret"), 1)
     assert "s3cret" not in "\n".join(command.report_lines(converted, converted.to_do))
-    assert line_of(converted.not_taken, "comet_api_key") is not None
+    assert line_of(converted.unsupported_keys, "comet_api_key") is not None
 
 
 def test_data_held_out_twice_is_one_message():
@@ -271,7 +271,7 @@ def test_data_held_out_twice_is_one_message():
 )
 def test_that_a_first_adapter_belongs_to_the_reference_here_is_said(text, changes, key, is_starred):
     converted = command.convert_config(theirs(text, **changes), 1)
-    line = line_of(converted.taken, key)
+    line = line_of(converted.mapped_keys, key)
     assert ("the reference is the model with this adapter" in line) is is_starred
     assert (line in converted.to_do) is is_starred
     assert settings(converted)["tune.init_from"] == "./sft"
@@ -286,15 +286,15 @@ def test_that_a_first_adapter_belongs_to_the_reference_here_is_said(text, change
     ],
 )
 def test_where_a_value_means_something_else_it_is_said(text, key, words):
-    assert words in line_of(command.convert_config(theirs(text), 1).taken, key)
+    assert words in line_of(command.convert_config(theirs(text), 1).mapped_keys, key)
     others = command.convert_config(theirs(FACTORY_DPO, pref_ftx=0.1), 1)
-    assert line_of(others.taken, "pref_ftx").endswith("tune.sft_weight = 0.1")  # the same
+    assert line_of(others.mapped_keys, "pref_ftx").endswith("tune.sft_weight = 0.1")  # the same
 
 
 def test_what_they_add_by_default_is_written_out():
     converted = command.convert_config(theirs(AXOLOTL_DPO, rl="simpo"), 1)
-    assert "micro-batch" in line_of(converted.taken, "cpo_alpha")
-    assert "(their default)" in line_of(converted.taken, "simpo_gamma")
+    assert "micro-batch" in line_of(converted.mapped_keys, "cpo_alpha")
+    assert "(their default)" in line_of(converted.mapped_keys, "simpo_gamma")
 
 
 @pytest.mark.parametrize(
@@ -327,5 +327,5 @@ def test_what_is_trained_beside_adapters_is_left_out_without_them(text, method, 
     converted = command.convert_config(theirs(text, **method, **{key: value}), 1)
     names = {"tune.modules_to_save", "tune.trainable_tokens"} & settings(converted).keys()
     assert len(names) == (not is_full)
-    where = converted.decided if is_full else converted.taken
+    where = converted.ignored_keys if is_full else converted.mapped_keys
     assert line_of(where, key) is not None

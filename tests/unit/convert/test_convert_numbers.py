@@ -81,8 +81,8 @@ def test_steps_with_a_point_are_steps_and_end_the_run():
 
 def test_the_report_shows_a_number_as_it_was_written():
     tree = yaml.safe_load(FACTORY_LORA.replace("1.0e-4", "1e-4"))
-    taken = "\n".join(map(str, command.convert_config(tree, 1).taken))
-    assert "learning_rate = 1e-4 -> optim.lr = 0.0001" in taken
+    mapped_keys = "\n".join(map(str, command.convert_config(tree, 1).mapped_keys))
+    assert "learning_rate = 1e-4 -> optim.lr = 0.0001" in mapped_keys
 
 
 def test_null_in_a_list_is_no_layer_called_none():

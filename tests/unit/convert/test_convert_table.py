@@ -403,7 +403,7 @@ def test_what_is_taken_over(name, changes, expected):
 def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
     key, _, words = what.partition(":")
     converted = command.convert_config(theirs(CONFIGS[name], **changes), 4)
-    line = line_of(converted.not_taken, key)
+    line = line_of(converted.unsupported_keys, key)
     assert words.strip() in line
     assert line in converted.to_do
     assert f"* {line}" in command.report_lines(converted, converted.to_do)
@@ -416,7 +416,7 @@ def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
 def test_what_is_decided_has_no_star(name, changes, what):
     key, _, words = what.partition(":")
     converted = command.convert_config(theirs(CONFIGS[name], **changes), 4)
-    line = line_of(converted.decided, key)
+    line = line_of(converted.ignored_keys, key)
     assert words.strip() in line
     assert line not in converted.to_do
 

@@ -295,11 +295,11 @@ def test_of_a_long_chat_only_the_head_is_tokenized_and_its_documents_stay_the_sa
     whole = Encoder(tokenizer, seq_len, "answers")
     expected = _documents(whole, examples)
     monkeypatch.setattr(encode, "BATCH_CHARS", 700)
-    monkeypatch.setattr(encode, "CUT_MARGIN_CHARS", 100)
+    monkeypatch.setattr(encode, "TRUNCATION_MARGIN_CHARS", 100)
     sizes = []
-    head = Encoder._cut_long_chat
+    head = Encoder._truncate_long_chat
     monkeypatch.setattr(
-        Encoder, "_cut_long_chat", lambda self, item: sizes.append(r := head(self, item)) or r
+        Encoder, "_truncate_long_chat", lambda self, item: sizes.append(r := head(self, item)) or r
     )
     encoder = Encoder(tokenizer, seq_len, "answers")
     found = _documents(encoder, examples)

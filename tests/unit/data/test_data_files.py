@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_tune.data.files import describe_left_out, find_files, find_kind
+from hpc_tune.data.files import describe_skipped_files, find_files, find_kind
 from hpc_tune.errors import DataError
 
 
@@ -42,7 +42,7 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
         *("LICENSE", "README.md", "dataset_infos.json", "make.py"),
         *("data/test-00000-of-00001.parquet", "data/unsupervised-00000-of-00001.parquet"),
     ]
-    said = "\n".join(describe_left_out(find_files(str(tmp_path))))
+    said = "\n".join(describe_skipped_files(find_files(str(tmp_path))))
     assert "README.md" in said
     assert "make.py: its kind of data is not known" in said
     assert "unsupervised-00000-of-00001.parquet: its name is that of a split to hold out" in said

@@ -26,7 +26,7 @@ def test_documents_come_back_as_they_were_written(tmp_path):
         tokens, mask = store.document(number)
         assert tokens.tolist() == list(range(number, number + length))
         assert mask.tolist() == [0] + [1] * (length - 1)
-    assert store.by_length[:].tolist() == [5, 1, 3, 0, 4, 2, 6, 7]
+    assert store.documents_by_length[:].tolist() == [5, 1, 3, 0, 4, 2, 6, 7]
     assert store.length_values.tolist() == [1, 2, 5, 9]
     assert store.length_counts.tolist() == [1, 2, 2, 3]
 
@@ -217,12 +217,12 @@ def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_tune.data.writer._PIECE_DOCUMENTS", 7)
     verify_content(store)
     for a, b in ((0, 1), (6, 7), (98, 99)):
-        changed = store.by_length[:].copy()
+        changed = store.documents_by_length[:].copy()
         changed[[a, b]] = changed[[b, a]]
-        store.by_length, kept = changed, store.by_length
+        store.documents_by_length, kept = changed, store.documents_by_length
         with pytest.raises(DataError, match="order of the documents"):
             verify_content(store)
-        store.by_length = kept
+        store.documents_by_length = kept
 
 
 def test_a_run_verifies_a_file_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_by_length_is_stable_when_it_is_sorted_in_several_goes(tmp_path, monkeyp
     )
     write_store(tmp_path / "s.h5", blocks, histogram, attributes())
     store = TokenStore.open(tmp_path / "s.h5")
-    assert store.by_length[:].tolist() == np.argsort(lengths, kind="stable").tolist()
+    assert store.documents_by_length[:].tolist() == np.argsort(lengths, kind="stable").tolist()
 
 
 def num_read():

@@ -13,7 +13,7 @@ from hpc_tune.data import loader as loader_module
 from hpc_tune.data import order
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOutRows, Loader, warn_of_cut_documents
+from hpc_tune.data.loader import HeldOutRows, Loader, warn_of_truncated_documents
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.writer import Block, verify_content, write_store
@@ -242,14 +242,14 @@ def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
 
 def test_documents_that_are_cut_are_warned_of(store, caplog):
     num_longer = sum(length > 32 for length in LENGTHS)
-    warn_of_cut_documents(store, 32)
+    warn_of_truncated_documents(store, 32)
     assert [r.getMessage().split(" in ")[0] for r in caplog.records] == [
         f"{num_longer} of 150 documents"
     ]
     caplog.clear()
     counters = Counters(truncated=7)
     store.attributes = dataclasses.replace(store.attributes, seq_len=60, counters=counters)
-    warn_of_cut_documents(store, 64)
+    warn_of_truncated_documents(store, 64)
     assert "prepared with seq_len 60: 7 documents are cut" in caplog.text
 
 
@@ -259,7 +259,7 @@ def test_what_would_hold_the_documents_that_are_cut_is_said(tmp_path, caplog):
     cut = {"200": 149, "1024": 1, "4224": 1}
     counters = Counters(truncated=150, cut_tokens=9_000, cut_lengths=cut)
     store.attributes = dataclasses.replace(store.attributes, seq_len=64, counters=counters)
-    warn_of_cut_documents(store, 64)
+    warn_of_truncated_documents(store, 64)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("151 of 301 documents in ")
     assert "longer than data.seq_len=64 and are cut there, or dropped (1): about 9,000 to" in line
@@ -274,7 +274,7 @@ def test_what_would_hold_the_documents_that_are_cut_is_said(tmp_path, caplog):
     (held_out,) = (record.getMessage() for record in caplog.records)
     assert held_out == line.partition(". data.seq_len")[0]
     caplog.clear()
-    warn_of_cut_documents(store, 32)  # the 50 whole ones of 64 are cut now, too
+    warn_of_truncated_documents(store, 32)  # the 50 whole ones of 64 are cut now, too
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("201 of 301 documents in ")
     assert f"about {9_000 + 200 * 32:,} tokens" in line
@@ -297,9 +297,9 @@ def test_of_texts_that_are_split_no_loss_is_said(tmp_path, caplog):
     store = store_of_lengths(tmp_path / "s.h5", [64] * 5 + [10])
     counters = Counters(split=1)
     store.attributes = dataclasses.replace(store.attributes, seq_len=64, counters=counters)
-    warn_of_cut_documents(store, 64)
+    warn_of_truncated_documents(store, 64)
     assert not caplog.records
-    warn_of_cut_documents(store, 32)
+    warn_of_truncated_documents(store, 32)
     assert "texts that were split lose none if they are prepared again" in caplog.text
 
 
@@ -360,7 +360,7 @@ def test_ten_million_documents_open_and_resume_anywhere_in_less_than_a_second(tm
     assert sum(len(batch.tokens_BT) for batch in batches) == 10
     loader.close()
     assert store.num_documents == num_documents
-    sample = np.sort(np.array(store.by_length[: counts[0]]))
+    sample = np.sort(np.array(store.documents_by_length[: counts[0]]))
     assert np.array_equal(sample, np.flatnonzero(lengths == 2))
 
 

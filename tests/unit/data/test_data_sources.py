@@ -10,9 +10,16 @@ from hpc_tune.data import chunks, raw_files
 from hpc_tune.data.chunks import list_chunks, read_chunk, source_identity
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.files import find_files
-from hpc_tune.data.raw_files import READ_BYTES, read_json_array
+from hpc_tune.data.raw_files import READ_BUFFER_BYTES, read_json_array
 from hpc_tune.data.reading import DEFAULT_READING
-from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
+from hpc_tune.data.records import (
+    Chat,
+    Completion,
+    NoLearnedTextError,
+    Text,
+    WrongRecord,
+    to_example,
+)
 from hpc_tune.errors import DataError
 from tests.support.data import chat, write_jsonl
 
@@ -28,7 +35,7 @@ def test_every_line_is_read_once_however_the_file_is_cut(
     tmp_path, monkeypatch, chunk_bytes, line_end, last_end
 ):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(raw_files, "READ_BYTES", 5)
+    monkeypatch.setattr(raw_files, "READ_BUFFER_BYTES", 5)
     texts = ["a", "b" * 200, "é😀", "", "c"]
     rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     rows.insert(2, "  ")
@@ -154,7 +161,7 @@ def test_pairs_with_tools_are_chats_and_pairs_marked_not_to_be_learned_are_not()
         to_example({**alpaca, "history": 3})
     for row in (alpaca, {"prompt": "q", "completion": "a"}, {"text": "t"}):
         assert to_example({**row, "weight": 1}) == to_example(row)
-        with pytest.raises(NotLearned):
+        with pytest.raises(NoLearnedTextError):
             to_example({**row, "train": False})
         with pytest.raises(WrongRecord, match=r"train is 0\.5, expected 0 or 1"):
             to_example({**row, "train": 0.5})
@@ -216,7 +223,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, monkeypatch, li
 
 @pytest.mark.parametrize("read_bytes", [4, 30, 1 << 20])
 def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch, read_bytes):
-    monkeypatch.setattr(raw_files, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(raw_files, "READ_BUFFER_BYTES", read_bytes)
     records = [{"text": "é" * n, "more": [1, {"a": "]"}]} for n in range(30)]
     for indent in (None, 2):
         (tmp_path / "d.json").write_text(json.dumps(records, indent=indent), "utf-8")
@@ -386,7 +393,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     table, file = pa.table({"text": [f"t{n}" for n in range(1000)]}), tmp_path / "d.arrow"
     with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=30)
-    marks = raw_files.cut_arrow_batches(file, 1000)
+    marks = raw_files.split_arrow_batches(file, 1000)
     assert marks[0] == 0
     assert marks[-1] == 34
     assert len(marks) > 5
@@ -422,7 +429,10 @@ def test_an_unreadable_list_of_splits_is_named_even_if_there_is_a_state_beside_i
 
 def test_text_after_an_array_is_refused_however_far_it_is(tmp_path):
     file = tmp_path / "rows.json"
-    for after, is_refused in ((" " * 3 * READ_BYTES, False), (" " * 3 * READ_BYTES + "{}", True)):
+    for after, is_refused in (
+        (" " * 3 * READ_BUFFER_BYTES, False),
+        (" " * 3 * READ_BUFFER_BYTES + "{}", True),
+    ):
         file.write_text('[{"text": "a"}]' + after, encoding="utf-8")
         with (
             pytest.raises(DataError, match="more after the array") if is_refused else nullcontext()

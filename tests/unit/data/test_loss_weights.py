@@ -21,8 +21,8 @@ from hpc_tune.data.packed_rows import (
 )
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import ReadOptions
-from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
-from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_prepared
+from hpc_tune.data.records import Chat, Completion, NoLearnedTextError, Text, to_example
+from hpc_tune.data.show import PLAIN_STYLE, describe_prepared_file, show_prepared_file
 from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
@@ -73,7 +73,7 @@ def test_a_rows_weight_holds_for_its_answers_and_multiplies_their_own():
 def test_rows_of_every_form_have_weights(row):
     assert to_example({**row, "weight": 0.25}).weight == 0.25
     assert to_example({**row, "weight": 1.0}) == to_example(row)
-    with pytest.raises(NotLearned):
+    with pytest.raises(NoLearnedTextError):
         to_example({**row, "weight": 0.0})
     found, _ = weights_by_text(to_example({**row, "weight": 0.25}))
     assert {weight for _, weight in found} == {0.25}
@@ -144,11 +144,11 @@ def test_weights_are_stored_beside_the_tokens_and_verified(tmp_path, monkeypatch
     found = {float(store.document(d)[1].max()) for d in range(store.num_documents)}
     assert found == {1.0, *(0.5 + n for n in range(30) if n % 3)}
     verify_content(store)
-    lines, is_valid = describe_prepared(store.path)
+    lines, is_valid = describe_prepared_file(store.path)
     assert is_valid
     assert "version 6" in lines[0]
     assert "20 documents with weights in the loss other than 0 and 1" in " ".join(lines)
-    shown = "\n".join(show_prepared(store, byte_tokenizer(), 2, PLAIN_STYLE))
+    shown = "\n".join(show_prepared_file(store, byte_tokenizer(), 2, PLAIN_STYLE))
     assert "learned with weight 1.5" in shown
     with store.path.open("r+b") as file:
         at = store.loss_weights._offset + 4 * int(np.flatnonzero(store.loss_weights[:])[0])

@@ -12,10 +12,10 @@ import pytest
 
 from hpc_tune import cli
 from hpc_tune.data.chunks import (
-    cut_megatron_documents,
     list_chunks,
     read_chunk,
     read_megatron_documents,
+    split_megatron_documents,
 )
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
@@ -70,7 +70,7 @@ def test_documents_of_each_type_are_learned_as_they_are_but_for_the_first_token(
 @pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
 def test_either_file_and_what_they_have_in_common_name_the_data(prefix, ending):
     chunks = list_chunks(f"{prefix}{ending}")
-    found = [row.numbers.tolist() for chunk in chunks for row in read_chunk(chunk)]
+    found = [row.token_ids.tolist() for chunk in chunks for row in read_chunk(chunk)]
     assert found == flat(DOCUMENTS)
 
 
@@ -97,9 +97,9 @@ def test_any_number_of_chunks_gives_the_same_documents_in_their_order(tmp_path):
     path = write(tmp_path / "x", documents, "int32")
     data = path.with_name("x.bin")
     for chunk_bytes in (1, 7, 64, 1 << 20):
-        ranges = cut_megatron_documents(data, chunk_bytes, 1000)
+        ranges = split_megatron_documents(data, chunk_bytes, 1000)
         found = [
-            row.numbers.tolist()
+            row.token_ids.tolist()
             for a, b in ranges
             for _, row in read_megatron_documents(data, a, b)
         ]

@@ -27,7 +27,12 @@ from hpc_tune.data.prepare import (
     tokenize_chunks,
 )
 from hpc_tune.data.reading import ReadOptions
-from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_documents, show_prepared
+from hpc_tune.data.show import (
+    PLAIN_STYLE,
+    describe_prepared_file,
+    show_documents,
+    show_prepared_file,
+)
 from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import preparation_settings
@@ -469,7 +474,7 @@ def test_pairs_are_neighbors_in_a_row_and_counted(tmp_path):
                 batch.pairs.reference_log_probs_P2.numpy().tolist() == reference[numbers].tolist()
             )
             assert batch.pairs.reference_log_probs_P2.dtype == torch.float32
-            assert batch.pairs.desirable_P.tolist() == []
+            assert batch.pairs.is_desirable_P.tolist() == []
             starts = batch.positions_BT == 0
             laid = [
                 row[: len(row) - padded]
@@ -529,7 +534,7 @@ def test_labeled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_row
         assert (batch.pairs.num_loss_tokens_P2 + others.pairs.num_loss_tokens_P2).tolist() == counts
         assert batch.num_loss_tokens == sum(own for own, _ in counts)
         assert others.num_loss_tokens == sum(other for _, other in counts)
-        assert batch.pairs.desirable_P.tolist() == [n % 3 == 0 for n in numbers]
+        assert batch.pairs.is_desirable_P.tolist() == [n % 3 == 0 for n in numbers]
         assert batch.pairs.reference_log_probs_P2.numpy().tolist() == reference[numbers].tolist()
     loader.close()
 
@@ -594,12 +599,12 @@ def test_show_prints_the_prompt_once_and_both_answers(tmp_path):
     store = prepared(tmp_path, rows, "pairs", tokenizer=tokenizer)
     for lines in (
         show_documents(source, tokenizer, settings("pairs"), 3, PLAIN_STYLE),
-        show_prepared(store, tokenizer, 3, PLAIN_STYLE),
+        show_prepared_file(store, tokenizer, 3, PLAIN_STYLE),
     ):
         text = "\n".join(lines)
         assert "7 and 6 tokens, 4 and 3 learned" in text
         assert "\nq: \nchosen: «yes<|im_end|>»\nrejected: «no<|im_end|>»\n" in text
-    lines, is_valid = describe_prepared(store.path)
+    lines, is_valid = describe_prepared_file(store.path)
     assert is_valid
     assert "version 5" in lines[0]
     assert any(line.startswith("pairs      1 of 13") for line in lines)
@@ -610,7 +615,7 @@ def test_show_prints_the_label_of_an_answer(tmp_path):
     store = prepared(tmp_path, LABELLED, "labels", tokenizer=tokenizer)
     for lines in (
         show_documents(source, tokenizer, settings("labels"), 2, PLAIN_STYLE),
-        show_prepared(store, tokenizer, 2, PLAIN_STYLE),
+        show_prepared_file(store, tokenizer, 2, PLAIN_STYLE),
     ):
         text = "\n".join(lines)
         assert "question 0\ndesirable: «answer 0<|im_end|>»" in text

@@ -15,7 +15,7 @@ from hpc_tune.data.preferences import (
     to_pair,
 )
 from hpc_tune.data.reading import ReadOptions, read_example
-from hpc_tune.data.records import Chat, Completion, NotLearned, Text
+from hpc_tune.data.records import Chat, Completion, NoLearnedTextError, Text
 from hpc_tune.errors import DataError
 from tests.support.data import write_jsonl
 
@@ -245,11 +245,11 @@ def test_an_answer_may_be_a_call_of_a_tool():
 
 def test_a_row_that_is_marked_is_not_learned():
     unlearned = [{"role": "assistant", "content": "a", "weight": 0}]
-    with pytest.raises(NotLearned):
+    with pytest.raises(NoLearnedTextError):
         to_labeled_answers(
             {"prompt": [{"role": "user", "content": "q"}], "completion": unlearned, "label": 1}
         )
-    with pytest.raises(NotLearned):
+    with pytest.raises(NoLearnedTextError):
         to_pair({**PAIRS["trl, text"], "train": False})
 
 

@@ -33,7 +33,7 @@ def store(tmp_path):
 @pytest.mark.parametrize("limit", [None, 1, 7, 150, 200, 999])
 @pytest.mark.parametrize("seq_len", [8, 40, 64])
 def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch):
-    monkeypatch.setattr(packed_rows, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(packed_rows, "_TOKENS_PER_READ", 100)
     rows = PackedRows(store, SampleOrder(seq_len, True, 3), limit)
     numbers = [n for row in range(rows.num_rows) for n in rows.sampler.documents_of(row)]
     assert len(numbers) == len(set(numbers)) == min(limit or 200, 200)

@@ -141,7 +141,7 @@ def gradients_of(blocks, recompute, num_steps=3, evaluates=False):
             states.append([])
             torch.manual_seed(step)
             x_BTD = torch.randn(2, 3, 16)
-            with batch_context.using(MicroBatch(rows=(2 * step, 2 * step + 1))):
+            with batch_context.use_batch(MicroBatch(rows=(2 * step, 2 * step + 1))):
                 for block in blocks:
                     x_BTD = block(x_BTD)
             x_BTD.sum().backward()

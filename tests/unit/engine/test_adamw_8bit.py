@@ -36,7 +36,7 @@ EIGHT = OptimConfig(name="adamw_8bit", lr=0.01, beta2=0.95, weight_decay=0.1)
 def test_of_fp32_numbers_a_table_gives_the_codes_of_torchao():
     torch.manual_seed(0)
     for signed in (True, False):
-        table = CodeTable.on_device(signed, CPU)
+        table = CodeTable.make_on_device(signed, CPU)
         assert (
             table.values.tolist() == torch.tensor(quant_utils.create_dynamic_map(signed)).tolist()
         )

@@ -55,7 +55,7 @@ def batch_of(lengths):
     return replace(made, document_lengths=lengths)
 
 
-def model_of(family, recompute, has_kernel=True, adapters=False, shares_inputs=False):
+def model_of(family, recompute, has_varlen_kernel=True, adapters=False, shares_inputs=False):
     more = {"sliding_window": 4} if family == "mistral" else {}
     config = CONFIG_MAPPING[family](**SHAPE, **HEADS, **more)
     torch.manual_seed(0)
@@ -66,8 +66,8 @@ def model_of(family, recompute, has_kernel=True, adapters=False, shares_inputs=F
 
         lm = get_peft_model(lm, LoraConfig(r=4, target_modules="all-linear"))
     module = LossModel(lm, config, can).train()
-    module.has_kernel = has_kernel
-    module.within_documents = False
+    module.has_varlen_kernel = has_varlen_kernel
+    module.uses_document_attention = False
     blocks = list(find_blocks(module))
     use_lora_linear(blocks, shares_inputs)
     checkpoint_blocks(blocks, recompute)
@@ -126,7 +126,7 @@ def test_adapters_train_in_the_same_graph(recompute, shares_inputs):
 
 @pytest.mark.full
 def test_rows_with_a_mask_are_compiled_with_recompute_too():
-    compare(model_of("llama", "selective", has_kernel=False), [batch_of(BATCHES[0])])
+    compare(model_of("llama", "selective", has_varlen_kernel=False), [batch_of(BATCHES[0])])
     assert counters["stats"]["unique_graphs"] == 1
     assert not CALLS
 

@@ -43,10 +43,10 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
     for n, batch in enumerate(batches):
         for m, layer in enumerate(layers):
             ids[n, m] = torch.arange(1 + n + m) % NUM_EXPERTS
-            with batch_context.using(batch):
+            with batch_context.use_batch(batch):
                 layer.exchange_counts(ids[n, m])
     for n, m in ((1, 1), (0, 1), (0, 0), (2, 1), (1, 0), (2, 0)):
-        with batch_context.using(batches[n]):
+        with batch_context.use_batch(batches[n]):
             rows, send, receive = layers[m].exchange_counts(ids[n, m])
         assert send == receive == [1 + n + m]
         assert rows.tolist() == [torch.bincount(ids[n, m], minlength=NUM_EXPERTS).tolist()]
@@ -57,7 +57,7 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
 
 def test_a_router_that_chooses_anew_when_recomputed_ends_the_run(exchange):
     layer = exchange()
-    with batch_context.using(MicroBatch(recompute_cache={})):
+    with batch_context.use_batch(MicroBatch(recompute_cache={})):
         layer.exchange_counts(torch.tensor([0, 1, 1]))
         with pytest.raises(RuntimeError, match="a recomputed router chose other experts"):
             layer.exchange_counts(torch.tensor([0, 0, 1]))

@@ -153,7 +153,7 @@ def test_a_sum_of_gradients_takes_the_time_that_the_next_units_backward_does_not
 def test_outside_of_a_step_nothing_is_timed(gpu):
     collectives = CountedCollectives(torch.device("cuda"))
     unit = Unit(gpu, collectives)
-    with collectives.uncounted():
+    with collectives.counting_paused():
         unit.gather()
         unit.wait_for_unshard()
         unit.post_backward()
@@ -161,7 +161,7 @@ def test_outside_of_a_step_nothing_is_timed(gpu):
         unit.finalize_backward()
     assert collectives._events == []
     unit.gather()
-    with collectives.uncounted():
+    with collectives.counting_paused():
         unit.wait_for_unshard()
     unit.wait_for_unshard()
     assert collectives.pop_totals()[1] == 0.0

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.engine.pipeline_parallel import cut_stages
+from hpc_tune.engine.pipeline_parallel import split_into_stages
 from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
@@ -71,7 +71,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
     def work(rank):
         try:
             sliced, partial = slice_model(built[rank], ThreadAxis(rank, shared, barrier))
-            sliced.module.within_documents = False  # its state is shared by all threads
+            sliced.module.uses_document_attention = False  # its state is shared by all threads
             loss = loaded(sliced).module(batch)
             loss.backward()
             models[rank], losses[rank] = (sliced, partial), loss.item()
@@ -80,7 +80,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
             raise
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    with batch_context.using(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+    with batch_context.use_batch(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -128,7 +128,7 @@ def test_targets_that_leave_a_stage_without_anything_to_train_are_refused(
     built = built_for(base, targets)
     for rank in range(2):
         with pytest.raises(ConfigError, match=rf"{empty} \(decoder blocks .*parallel.shard"):
-            cut_stages(built, in_two(built, stages_per_rank), rank)
+            split_into_stages(built, in_two(built, stages_per_rank), rank)
 
 
 def in_two(built, stages_per_rank):
@@ -139,5 +139,5 @@ def in_two(built, stages_per_rank):
 def test_a_head_is_enough_for_the_last_stage(base):
     built = built_for(base, ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj", "lm_head"])
     for rank in range(2):
-        (stage,) = cut_stages(built, in_two(built, 1), rank)
+        (stage,) = split_into_stages(built, in_two(built, 1), rank)
         assert any(p.requires_grad for p in stage.module.parameters())

@@ -158,11 +158,11 @@ def test_a_trace_counts_buffers_and_has_none():
 
 
 def test_the_lever_is_for_long_rows_that_are_not_moved_yet():
-    assert make(is_on=False, row_tokens=512).levers() == {}
-    assert make(row_tokens=1 << 15).levers() == {}
-    assert make(is_on=False, row_tokens=1 << 15, compile=True).levers() == {}
+    assert make(is_on=False, row_tokens=512).memory_actions() == {}
+    assert make(row_tokens=1 << 15).memory_actions() == {}
+    assert make(is_on=False, row_tokens=1 << 15, compile=True).memory_actions() == {}
     inputs = make(is_on=False, row_tokens=1 << 15)
-    lever = inputs.levers()[Action.OFFLOAD_ACTIVATIONS]
+    lever = inputs.memory_actions()[Action.OFFLOAD_ACTIVATIONS]
     assert "host" in lever.apply_times(1)
     wanted = gradients(make(is_on=False))
     assert all(map(torch.equal, gradients(inputs), wanted))

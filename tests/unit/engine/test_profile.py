@@ -32,7 +32,7 @@ def test_operators_of_a_cpu_are_compute_or_copies_and_no_other_event_is():
         event("gloo:all_reduce", 7e6),
         event("_LowRankBackward", 2e6),
     ]
-    assert compute_and_copy_seconds(events, on_gpu=False) == (4.0, 0.75)
+    assert compute_and_copy_seconds(events, is_on_gpu=False) == (4.0, 0.75)
 
 
 def test_kernels_of_a_gpu_are_compute_copies_or_messages_and_its_host_does_not_count():
@@ -43,7 +43,7 @@ def test_kernels_of_a_gpu_are_compute_copies_or_messages_and_its_host_does_not_c
         event("step 3", gpu_us=9e6, device=GPU, annotation=True),
         event("aten::mm", cpu_us=8e6, gpu_us=5e6),
     ]
-    assert compute_and_copy_seconds(events, on_gpu=True) == (5.0, 1.0)
+    assert compute_and_copy_seconds(events, is_on_gpu=True) == (5.0, 1.0)
 
 
 def test_what_is_left_of_the_step_is_idle_and_never_less_than_nothing():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, make_recompute_actions
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.memory.policy import Action
 from hpc_tune.packages import parse_release
@@ -48,7 +48,7 @@ def test_blocks_are_recomputed_and_then_again_as_they_were(monkeypatch, configur
     checkpoint_blocks(blocks, configured)
     if compiled:
         compile_blocks(blocks)
-    [(action, lever)] = recompute_levers(blocks, configured).items()
+    [(action, lever)] = make_recompute_actions(blocks, configured).items()
     assert action is Action.RECOMPUTE
     wanted, usual = step(blocks)
     _, usual = step(blocks)
@@ -66,4 +66,4 @@ def test_blocks_are_recomputed_and_then_again_as_they_were(monkeypatch, configur
 def test_what_recomputes_all_already_has_no_lever():
     blocks = [Block()]
     checkpoint_blocks(blocks, "full")
-    assert recompute_levers(blocks, "full") == {}
+    assert make_recompute_actions(blocks, "full") == {}

@@ -167,10 +167,10 @@ def test_a_sliced_mlp_sends_its_sum_once_for_a_row():
 
 def test_a_lever_doubles_the_pieces_of_long_rows():
     block = make("llama").model.layers[0]
-    assert MlpPieces([block], settings(2, row_tokens=2048)).levers() == {}
+    assert MlpPieces([block], settings(2, row_tokens=2048)).memory_actions() == {}
     pieces = MlpPieces([block], settings(2, row_tokens=1 << 14))
-    [(action, lever)] = pieces.levers().items()
-    assert (action, lever.most) == (Action.MORE_PIECES, 3)
+    [(action, lever)] = pieces.memory_actions().items()
+    assert (action, lever.max_times) == (Action.USE_MORE_PIECES, 3)
     assert "16 pieces" in lever.apply_times(3)
     assert "2 pieces" in lever.apply_times(0)
 
@@ -191,5 +191,5 @@ def test_pieces_are_chosen_where_there_is_an_mlp_to_cut(family, caplog):
 @pytest.mark.parametrize("other", [{"zero_stage": 3}, {"compiles": True}])
 def test_what_cannot_be_cut_has_no_lever(other):
     block = make("llama").model.layers[0]
-    assert MlpPieces([block], settings(row_tokens=1 << 14, **other)).levers() == {}
+    assert MlpPieces([block], settings(row_tokens=1 << 14, **other)).memory_actions() == {}
     assert "forward" not in vars(block.mlp)

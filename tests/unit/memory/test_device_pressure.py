@@ -65,11 +65,11 @@ def governed(monkeypatch):
     monkeypatch.setattr(monitor.HostUsage, "used_bytes", lambda usage: GIB)
 
     def make(device, before=NOTHING_BEFORE, mode="on"):
-        levers = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}
-        levers[SPLIT] = replace(levers[SPLIT], most=2)
+        memory_actions = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}
+        memory_actions[SPLIT] = replace(memory_actions[SPLIT], most=2)
         comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
         watching = MemoryMonitor(None, device, mode)
-        return Governor(comm, watching, events, levers, before), watching, events
+        return Governor(comm, watching, events, memory_actions, before), watching, events
 
     return make
 
@@ -122,8 +122,8 @@ def test_no_share_alone_makes_a_device_more_than_tight_and_none_makes_it_critica
     for used in range(0, 13 * LIMIT // 10, LIMIT // 100):
         level = device_level(before, used, LIMIT, retried)
         assert level <= (HIGH if any(retried) else TIGHT)
-        for trimmed in (False, True):
-            decision = decide_action(PolicyState(trimmed=trimmed), level, ())[1]
+        for is_trimmed in (False, True):
+            decision = decide_action(PolicyState(is_trimmed=is_trimmed), level, ())[1]
             assert decision is None or decision.action != LEAVE
 
 
@@ -155,15 +155,15 @@ def test_a_devices_level_follows_the_steps_in_which_its_cache_was_freed(
 
 def test_what_one_table_says_of_a_share_agrees():
     for shares in (HOST_LIMITS, DEVICE_LIMITS):
-        assert shares.target_share <= shares.fits
-        assert shares.target_share <= shares.level_begins_at[TIGHT]
-        assert list(shares.level_begins_at.values()) == sorted(shares.level_begins_at.values())
-    assert HOST_LIMITS.fits <= HOST_LIMITS.level_begins_at[CRITICAL]
+        assert shares.target_share <= shares.max_share
+        assert shares.target_share <= shares.level_thresholds[TIGHT]
+        assert list(shares.level_thresholds.values()) == sorted(shares.level_thresholds.values())
+    assert HOST_LIMITS.max_share <= HOST_LIMITS.level_thresholds[CRITICAL]
     assert (
-        DEVICE_LIMITS.fits
-        < DEVICE_LIMITS.level_begins_at[TIGHT] - DEVICE_LIMITS.level_hysteresis + 1e-9
+        DEVICE_LIMITS.max_share
+        < DEVICE_LIMITS.level_thresholds[TIGHT] - DEVICE_LIMITS.level_hysteresis + 1e-9
     )
-    assert max(DEVICE_LIMITS.level_begins_at) == TIGHT
+    assert max(DEVICE_LIMITS.level_thresholds) == TIGHT
 
 
 @pytest.mark.parametrize("percent", range(80, 105))
@@ -189,10 +189,12 @@ def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act
     ],
 )
 def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, available, action):
-    for trimmed, settling in ((False, False), (True, True)):
-        ladder, decision = decide_after_device_oom(PolicyState(taken, trimmed, settling), available)
+    for is_trimmed, is_settling in ((False, False), (True, True)):
+        ladder, decision = decide_after_device_oom(
+            PolicyState(taken, is_trimmed, is_settling), available
+        )
         assert (decision.action, decision.way) == (action, "do")
-        assert ladder.taken == (taken if action == LEAVE else (*taken, action))
+        assert ladder.taken_actions == (taken if action == LEAVE else (*taken, action))
     if action != LEAVE:
         for _ in range(10_000):
             ladder, undone = decide_action(ladder, CALM, available)
@@ -200,7 +202,7 @@ def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, ava
 
 
 def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
-    ladder, _ = decide_after_device_oom(PolicyState(trimmed=True), {SPLIT})
+    ladder, _ = decide_after_device_oom(PolicyState(is_trimmed=True), {SPLIT})
     ladder, _ = decide_action(ladder, HIGH, {RECOMPUTE})
     ladder, decision = decide_action(ladder, HIGH, {RECOMPUTE})
     assert decision.action == RECOMPUTE
@@ -209,7 +211,7 @@ def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
         ladder, decision = decide_action(ladder, CALM, ())
         undone += [decision] if decision else []
     assert [(one.action, one.way) for one in undone] == [(RECOMPUTE, "undo")]
-    assert ladder.taken == (SPLIT,)
+    assert ladder.taken_actions == (SPLIT,)
 
 
 def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_needs(governed):
@@ -247,15 +249,17 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
 
 
 @pytest.mark.parametrize(
-    ("short_of", "taken"),
+    ("exhausted_memory", "taken"),
     [
         ("device", ["split_micro_batches"]),
         ("host", ["shrink_buffers", "save_in_pieces"]),
         (None, []),
     ],
 )
-def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(governed, short_of, taken):
-    governor, *_ = governed(Device(), PreviousRun(short_of=short_of))
+def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(
+    governed, exhausted_memory, taken
+):
+    governor, *_ = governed(Device(), PreviousRun(exhausted_memory=exhausted_memory))
     assert governor.actions_taken == taken
 
 
@@ -284,7 +288,7 @@ def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
         outcome.write_outcome(
             outcome.stopped_outcome("why", 4, outcome_facts(need, governor.actions_taken)), tmp_path
         )
-        assert outcome.read_previous_run(tmp_path).short_of == memory
+        assert outcome.read_previous_run(tmp_path).exhausted_memory == memory
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def collected():
 
 def test_what_a_rank_has_made_and_freed_is_not_due():
     with host.defer_garbage_collection():
-        for _ in range(3 * host._COLLECTION_DUE_OBJECTS):
+        for _ in range(3 * host._COLLECTION_THRESHOLD):
             _ = [[]]
         assert not host.is_garbage_collection_due()
 
@@ -38,7 +38,7 @@ def test_what_a_rank_has_made_and_freed_is_not_due():
 def test_garbage_in_circles_is_due_and_waits_for_the_boundary():
     with host.defer_garbage_collection():
         first = weakref.ref(Node())
-        for _ in range(host._COLLECTION_DUE_OBJECTS):
+        for _ in range(host._COLLECTION_THRESHOLD):
             Node()
         assert host.is_garbage_collection_due()
         assert first() is not None
@@ -50,7 +50,7 @@ def test_garbage_in_circles_is_due_and_waits_for_the_boundary():
 def test_a_rank_that_comes_to_no_boundary_collects_at_last():
     with host.defer_garbage_collection():
         first = weakref.ref(Node())
-        for _ in range(host._COLLECTION_FORCED_OBJECTS):
+        for _ in range(host._FORCED_COLLECTION_THRESHOLD):
             Node()
         assert first() is None
 
@@ -85,7 +85,7 @@ from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
 from hpc_tune.memory import host
 
-host._COLLECTION_DUE_OBJECTS = 2000
+host._COLLECTION_THRESHOLD = 2000
 within, found, due = [False], [], []
 gc.callbacks.append(lambda phase, info: phase == "start" and found.append(within[0]))
 

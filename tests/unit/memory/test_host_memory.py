@@ -363,7 +363,7 @@ def test_a_sum_of_groups_below_is_asked_for_by_what_the_ranks_did_not_take(tmp_p
         folder.mkdir(parents=True)
     (proc / str(os.getpid())).symlink_to(proc / "self")
     asked, now_s = [], 100.0
-    monkeypatch.setattr(host, "_refresh_sums_below", asked.append)
+    monkeypatch.setattr(host, "_refresh_subgroup_sums", asked.append)
     monkeypatch.setattr(host.time, "monotonic", lambda: now_s)
 
     def now(charged_mib, ranks_mib):

@@ -9,7 +9,7 @@ from hpc_tune.memory.policy import (
     Level,
     PolicyState,
     decide_action,
-    free_bytes_below,
+    free_bytes_below_level,
     growth_bytes_per_step,
     host_level,
     must_stop_run,
@@ -126,16 +126,16 @@ def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action
     after, decision = decide_action(PolicyState(taken, trimmed), level, available)
     assert (decision.action if decision else None) == action
     if action in ALL:
-        assert after.taken == (*taken, action)
+        assert after.taken_actions == (*taken, action)
     else:
-        assert after.taken == taken
+        assert after.taken_actions == taken
 
 
 def climb(levels, ladder=None):
     """Return the ladder and the decisions for a series of levels; SPLIT can be taken twice."""
     ladder, done = ladder or PolicyState(), []
     for level in levels:
-        available = {a for a in ALL if ladder.taken.count(a) < (2 if a == SPLIT else 1)}
+        available = {a for a in ALL if ladder.taken_actions.count(a) < (2 if a == SPLIT else 1)}
         ladder, decision = decide_action(ladder, level, available)
         done.append(None if decision is None else (decision.way, decision.action))
     return ladder, done
@@ -151,20 +151,20 @@ def test_each_action_has_a_step_to_show_what_it_gives():
 
 def test_a_settling_action_is_not_waited_for_when_the_limit_is_near():
     ladder, _ = climb([HIGH])
-    assert ladder.settling
+    assert ladder.is_settling
     assert decide_action(ladder, WILL_EXCEED, ALL)[1].action == LEAVE
 
 
 def test_what_was_taken_is_undone_after_a_long_calm_the_last_first():
     ladder, _ = climb([HIGH] * 8)
-    assert ladder.taken == (SHRINK, PIECES, SPLIT)
+    assert ladder.taken_actions == (SHRINK, PIECES, SPLIT)
     ladder, done = climb([CALM] * 50, ladder)
     assert done == [None] * 49 + [("undo", SPLIT)]
     ladder, done = climb([CALM] * 100, ladder)
     assert done == [None] * 99 + [("undo", PIECES)]
     ladder, done = climb([CALM] * 1000, ladder)
     assert [d for d in done if d] == [("undo", SHRINK)]
-    assert ladder.taken == ()
+    assert ladder.taken_actions == ()
 
 
 def test_a_moment_of_pressure_begins_the_calm_anew():
@@ -177,11 +177,11 @@ def test_a_moment_of_pressure_begins_the_calm_anew():
 def test_a_run_that_swings_changes_ever_more_rarely():
     ladder, changes = PolicyState(), []
     for _ in range(40):  # without the action it is tight, with it calm
-        level = CALM if SHRINK in ladder.taken else TIGHT
+        level = CALM if SHRINK in ladder.taken_actions else TIGHT
         for _ in range(200):
-            ladder, decision = decide_action(ladder, level, {SHRINK} - set(ladder.taken))
+            ladder, decision = decide_action(ladder, level, {SHRINK} - set(ladder.taken_actions))
             changes.append(decision is not None and decision.action == SHRINK)
-            level = CALM if SHRINK in ladder.taken else TIGHT
+            level = CALM if SHRINK in ladder.taken_actions else TIGHT
     assert sum(changes) <= 2 * 7 + 1
     assert not any(changes[:2])
     assert changes.index(True) == 2
@@ -295,4 +295,4 @@ def test_a_reserve_is_a_hundredth_and_at_least_8_mib():
     ("used", "limit", "room"), [(0, 100, 92), (90, 100, 2), (92, 100, 0), (99, 100, 0)]
 )
 def test_one_allocation_may_not_make_memory_high(used, limit, room):
-    assert free_bytes_below(used, limit) == room
+    assert free_bytes_below_level(used, limit) == room

@@ -174,7 +174,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
     needs = []
     host.used = used_mib * MIB
     watching = MemoryMonitor(None, mode=mode, pids=[1, 2, 3, 4])
-    watching._leave = needs.append
+    watching._stop_run = needs.append
     watching.require_free_bytes(taken_mib * MIB)
     assert len(needs) == leaves
     if leaves:
@@ -240,7 +240,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
     assert outcome.read_previous_run(tmp_path).death is None
     leave_words(tmp_path)
     last = outcome.read_previous_run(tmp_path)
-    assert last.short_of is None
+    assert last.exhausted_memory is None
     assert "Last seen on n1 at 1970-01-01" in last.death
     assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in last.death
     assert "probably" not in last.death
@@ -249,7 +249,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
 def test_near_the_limit_it_was_probably_memory(tmp_path):
     leave_words(tmp_path, used=900)
     last = outcome.read_previous_run(tmp_path)
-    assert last.short_of == "host"
+    assert last.exhausted_memory == "host"
     assert last.death.endswith("; probably by the kernel, for memory")
 
 
@@ -259,7 +259,7 @@ def test_the_kernels_counter_is_proof(tmp_path):
     (group / "memory.events").write_text("oom_kill 6\n")
     leave_words(tmp_path, cgroup=str(group))
     last = outcome.read_previous_run(tmp_path)
-    assert last.short_of == "host"
+    assert last.exhausted_memory == "host"
     assert "the kernel killed 2 of that group's processes for memory" in last.death
 
 
@@ -286,11 +286,11 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
         "governor": ["shrink_buffers"],
     }
     last = outcome.read_previous_run(tmp_path)
-    assert (last.actions, last.short_of, last.death) == (("shrink_buffers",), "host", None)
+    assert (last.actions, last.exhausted_memory, last.death) == (("shrink_buffers",), "host", None)
     outcome.write_outcome(
         outcome.stopped_outcome("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path
     )
-    assert outcome.read_previous_run(tmp_path).short_of is None
+    assert outcome.read_previous_run(tmp_path).exhausted_memory is None
 
 
 @pytest.mark.parametrize("governor", [None, 3, "shrink_buffers", {"shrink_buffers": 1}])

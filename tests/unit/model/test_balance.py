@@ -28,20 +28,20 @@ def real(*lengths):
     return torch.arange(TOKENS) < torch.tensor(lengths).unsqueeze(1)
 
 
-def balance(logits_NE, real_BT, score="softmax", chosen=CHOSEN):
-    chosen_NK = logits_NE.topk(chosen).indices
-    counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
-    return balance_loss(logits_NE, counts_BE, chosen, real_BT, score)
+def balance(logits_NE, is_real_BT, score="softmax", chosen=CHOSEN):
+    expert_ids_NK = logits_NE.topk(chosen).indices
+    counts_BE = count_expert_tokens(expert_ids_NK, is_real_BT, logits_NE.shape[1])
+    return balance_loss(logits_NE, counts_BE, chosen, is_real_BT, score)
 
 
 @pytest.mark.parametrize("length", [TOKENS, 23, 1])
 def test_one_row_of_one_layer_has_the_loss_and_gradient_of_transformers_by_k(length):
-    ours, theirs, real_BT = logits(1), logits(1), real(length)
-    balance(ours, real_BT).backward()
-    stock = load_balancing_loss_func((theirs,), EXPERTS, CHOSEN, real_BT.long())
+    ours, theirs, is_real_BT = logits(1), logits(1), real(length)
+    balance(ours, is_real_BT).backward()
+    stock = load_balancing_loss_func((theirs,), EXPERTS, CHOSEN, is_real_BT.long())
     stock.backward()
     expected = length * stock.item() / CHOSEN
-    assert balance(ours, real_BT).item() == pytest.approx(expected, rel=1e-6)
+    assert balance(ours, is_real_BT).item() == pytest.approx(expected, rel=1e-6)
     assert torch.allclose(ours.grad, length * theirs.grad / CHOSEN, atol=1e-6)
     assert not ours.grad[length:].any()
 
@@ -72,8 +72,8 @@ def test_rows_add_up_whatever_their_company_and_padding():
     for row, length in zip(spoiled, lengths, strict=True):
         row[length:] = float("nan")
     spoiled = spoiled.view(-1, EXPERTS)
-    chosen_NK = logits_NE.topk(CHOSEN).indices
-    counts_BE = count_expert_tokens(chosen_NK, real(*lengths), EXPERTS)
+    expert_ids_NK = logits_NE.topk(CHOSEN).indices
+    counts_BE = count_expert_tokens(expert_ids_NK, real(*lengths), EXPERTS)
     found = balance_loss(spoiled, counts_BE, CHOSEN, real(*lengths), "softmax")
     assert found.item() == pytest.approx(together[0].item(), rel=1e-6)
 
@@ -86,12 +86,12 @@ def test_the_z_loss_is_torchs_formula():
 
 def test_an_even_router_has_one_per_token_and_one_that_sends_all_to_one_as_many_as_experts():
     even = torch.eye(EXPERTS).repeat(TOKENS, 1) * 1e-3
-    real_BT = torch.ones(1, EXPERTS * TOKENS, dtype=torch.bool)
+    is_real_BT = torch.ones(1, EXPERTS * TOKENS, dtype=torch.bool)
     tokens = EXPERTS * TOKENS
-    assert balance(even, real_BT, chosen=1).item() == pytest.approx(tokens, rel=1e-5)
+    assert balance(even, is_real_BT, chosen=1).item() == pytest.approx(tokens, rel=1e-5)
     one = torch.zeros(tokens, EXPERTS)
     one[:, 4] = 100.0
-    assert balance(one, real_BT, chosen=1).item() == pytest.approx(tokens * EXPERTS, rel=1e-5)
+    assert balance(one, is_real_BT, chosen=1).item() == pytest.approx(tokens * EXPERTS, rel=1e-5)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -99,15 +99,15 @@ def test_no_gradient_is_nan_where_an_expert_starves_or_a_batch_is_empty(score):
     logits_NE = logits(1).detach()
     logits_NE[:, 2] = -1e4
     logits_NE.requires_grad_()
-    chosen_NK = logits_NE.topk(CHOSEN).indices
-    assert count_expert_tokens(chosen_NK, real(TOKENS), EXPERTS)[0, 2] == 0
-    for real_BT in (real(TOKENS), real(0), real(1)):
+    expert_ids_NK = logits_NE.topk(CHOSEN).indices
+    assert count_expert_tokens(expert_ids_NK, real(TOKENS), EXPERTS)[0, 2] == 0
+    for is_real_BT in (real(TOKENS), real(0), real(1)):
         logits_NE.grad = None
-        loss = balance(logits_NE, real_BT, score) + z_loss(logits_NE, real_BT)
+        loss = balance(logits_NE, is_real_BT, score) + z_loss(logits_NE, is_real_BT)
         loss.backward()
         assert loss.isfinite()
         assert logits_NE.grad.isfinite().all()
-        assert bool(loss) == bool(real_BT.any())
+        assert bool(loss) == bool(is_real_BT.any())
 
 
 def test_padding_and_empty_batches_have_no_real_tokens():
@@ -115,19 +115,22 @@ def test_padding_and_empty_batches_have_no_real_tokens():
 
 
 def test_tokens_of_experts_are_counted_by_row():
-    chosen_NK = torch.tensor([[0, 1], [0, 2], [3, 0], [1, 2]])
-    real_BT = torch.tensor([[True, True], [True, False]])
-    assert count_expert_tokens(chosen_NK, real_BT, 4).tolist() == [[2, 1, 1, 0], [1, 0, 0, 1]]
+    expert_ids_NK = torch.tensor([[0, 1], [0, 2], [3, 0], [1, 2]])
+    is_real_BT = torch.tensor([[True, True], [True, False]])
+    assert count_expert_tokens(expert_ids_NK, is_real_BT, 4).tolist() == [
+        [2, 1, 1, 0],
+        [1, 0, 0, 1],
+    ]
 
 
 def router(name, normalizes=True, scale=1.0, chosen=2):
     logits_NE = logits(1).detach()
     scores_NE = {"softmax": logits_NE.softmax(1), "sigmoid": logits_NE.sigmoid()}.get(name)
     scores_NE = logits_NE.square() if scores_NE is None else scores_NE
-    weights_NK, chosen_NK = scores_NE.topk(chosen)
+    weights_NK, expert_ids_NK = scores_NE.topk(chosen)
     if normalizes:
         weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + 1e-6)
-    return logits_NE, scale * weights_NK, chosen_NK
+    return logits_NE, scale * weights_NK, expert_ids_NK
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
@@ -138,13 +141,13 @@ def test_what_routers_weigh_by_is_seen_from_what_they_return(name):
 
 
 def test_routers_that_return_something_else_are_not_understood():
-    logits_NE, weights_NK, chosen_NK = router("squares")
-    assert _infer_score_function(logits_NE, weights_NK, chosen_NK) == ""
+    logits_NE, weights_NK, expert_ids_NK = router("squares")
+    assert _infer_score_function(logits_NE, weights_NK, expert_ids_NK) == ""
     assert _infer_score_function(*router("softmax", chosen=1)) == ""  # all weights are 1
     for out in ((weights_NK, logits_NE), logits_NE, (logits_NE, weights_NK, logits_NE), None):
         assert not _is_router_output(out)
-    assert _is_router_output((logits_NE, weights_NK, chosen_NK))
-    assert not _is_router_output((logits_NE, weights_NK, chosen_NK - 9))
+    assert _is_router_output((logits_NE, weights_NK, expert_ids_NK))
+    assert not _is_router_output((logits_NE, weights_NK, expert_ids_NK - 9))
 
 
 def test_the_load_of_a_step_in_numbers():

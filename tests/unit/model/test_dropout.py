@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.model.dropout import RowDropout, use_row_dropout
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
-from hpc_tune.model.shared_rows import RowPart
+from hpc_tune.model.shared_rows import RowShard
 
 P = 0.25
 
 
 def dropped(rows, seed=0, layer="a", x_BTD=None):
     x_BTD = torch.ones(len(rows), 16, 32) if x_BTD is None else x_BTD
-    with batch_context.using(MicroBatch(rows)):
+    with batch_context.use_batch(MicroBatch(rows)):
         return RowDropout(P, seed, layer)(x_BTD)
 
 
@@ -36,17 +36,17 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
     for number in range(4):
         layer = RowDropout(P, 0, "a")
         layer.set_feature_slice(number, 4)
-        with batch_context.using(MicroBatch([5, 6])):
+        with batch_context.use_batch(MicroBatch([5, 6])):
             assert torch.equal(layer(torch.ones(2, 16, 8)), whole.chunk(4, -1)[number])
 
 
 def test_ranks_that_share_rows_have_their_part_of_the_mask_and_keep_no_more():
     whole, kept = dropped([5, 6]), []
     for rank in range(4):
-        share = SimpleNamespace(part=RowPart(rank, 4))
+        share = SimpleNamespace(part=RowShard(rank, 4))
         x_BSD = torch.ones(2, 4, 32, requires_grad=True)
         with (
-            batch_context.using(MicroBatch([5, 6], share=share)),
+            batch_context.use_batch(MicroBatch([5, 6], share=share)),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
             ),
@@ -71,9 +71,9 @@ def test_the_mean_stays_and_evaluation_drops_nothing():
 
 def test_what_is_recomputed_later_drops_the_same():
     layer, x = RowDropout(P, 0, "a"), torch.ones(1, 16, 32, requires_grad=True)
-    with batch_context.using(MicroBatch([5])):
+    with batch_context.use_batch(MicroBatch([5])):
         y = checkpoint(batch_context.bind(lambda v: layer(v).square()), x, use_reentrant=False)
-    with batch_context.using(
+    with batch_context.use_batch(
         MicroBatch([9])
     ):  # another micro-batch runs before this one's backward pass
         y.sum().backward()

@@ -171,13 +171,16 @@ def test_wrong_products_are_not_used(monkeypatch):
 
     monkeypatch.setattr(float8, "find_architecture", lambda device: Card())
     device = torch.device("cpu")
-    assert not float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert not float8.explain_missing_float8_matmuls.__wrapped__(device, torch.bfloat16)
     whole = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1.02 * whole(*a, **k))
-    assert "off by 2" in float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert "off by 2" in float8.explain_missing_float8_matmuls.__wrapped__(device, torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1 / 0)
-    assert "fail here" in float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
-    assert float8.why_no_float8_matmuls.__wrapped__(device, torch.float32) == "model.dtype=fp32"
+    assert "fail here" in float8.explain_missing_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert (
+        float8.explain_missing_float8_matmuls.__wrapped__(device, torch.float32)
+        == "model.dtype=fp32"
+    )
 
 
 def loaded(base, tune, dtype=torch.float32):

@@ -12,7 +12,7 @@ from transformers.integrations.moe import use_experts_implementation
 from hpc_tune import torch_versions
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.grouped_experts import use_grouped_experts
-from hpc_tune.model.grouped_matmul import padded_num_rows
+from hpc_tune.model.grouped_matmul import num_padded_rows
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 24, 5, 2
 
@@ -277,12 +277,12 @@ def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones(m
 
 
 def test_padding_is_at_most_15_rows_or_a_quarter():
-    assert [padded_num_rows(n) for n in (0, 1, 16, 17, 100, 128, 129, 300)] == [
+    assert [num_padded_rows(n) for n in (0, 1, 16, 17, 100, 128, 129, 300)] == [
         *(0, 16, 16, 32, 112, 128, 160, 320)
     ]
-    assert all(n <= padded_num_rows(n) <= n + max(15, n / 4) for n in range(5000))
+    assert all(n <= num_padded_rows(n) <= n + max(15, n / 4) for n in range(5000))
     assert (
-        len({padded_num_rows(n) for n in range(1, 5000)}) == 8 + 5 * 4 + 1
+        len({num_padded_rows(n) for n in range(1, 5000)}) == 8 + 5 * 4 + 1
     )  # to 128, to 4,096, 5,120
 
 

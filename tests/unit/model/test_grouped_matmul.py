@@ -56,7 +56,7 @@ def test_an_expert_without_rows_has_a_gradient_of_zero_whatever_memory_had(garba
     wanted = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     kernel = leaves_memory(torch_versions.grouped_mm, garbage)
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    monkeypatch.setattr(grouped_matmul, "_may_leave_uninitialized", lambda x: True)
+    monkeypatch.setattr(grouped_matmul, "_may_skip_empty_experts", lambda x: True)
     found = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     assert torch.equal(found, wanted)
     assert [bool(grad.any()) for grad in found] == [False, True, False, False, True, False]
@@ -78,7 +78,7 @@ def test_memory_that_is_filled_afterwards_is_no_fault(monkeypatch):
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
     assert "the gradient of weights by nan" in grouped_kernel_fault(CPU, torch.bfloat16)
     grouped_kernel_fault.cache_clear()
-    monkeypatch.setattr(grouped_matmul, "_may_leave_uninitialized", lambda x: True)
+    monkeypatch.setattr(grouped_matmul, "_may_skip_empty_experts", lambda x: True)
     assert grouped_kernel_fault(CPU, torch.bfloat16) == ""
 
 
@@ -157,7 +157,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     monkeypatch.setattr(
         grouped_matmul, "grouped_kernel_fault", lambda *of: tried.append(of) or "it is wrong"
     )
-    module = SimpleNamespace(within_documents=True, needs_mask=False)
+    module = SimpleNamespace(uses_document_attention=True, needs_mask=False)
     config = SimpleNamespace(model_type="mixtral")
     built = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     settings = SimpleNamespace(

@@ -10,8 +10,8 @@ from hpc_tune.model.kernels import (
     Kernels,
     choose_kernels,
     choose_model_kernels,
+    explain_expert_loop,
     layer_windows,
-    why_experts_loop,
 )
 from hpc_tune.model.layers import use_faster_layers
 from hpc_tune.model.loss import LossModel
@@ -157,8 +157,8 @@ def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
 )
 def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capability, dtype, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert why_experts_loop(dtype, CPU) == ""
-    why = why_experts_loop(dtype, GPU)
+    assert explain_expert_loop(dtype, CPU) == ""
+    why = explain_expert_loop(dtype, GPU)
     assert why.endswith(found)
     said = str(Kernels("varlen", None, "F.rms_norm", "own", expert_loop_reason=why))
     assert ("experts in a loop: torch has grouped matmuls" in said) == bool(found)
@@ -189,8 +189,8 @@ def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     module = LossModel(torch.nn.Identity(), SimpleNamespace(model_type="llama"), within)
     use_faster_layers(module, [], False, torch.bfloat16, GPU)
     assert bool(asked[0][-1]) == (not within)
-    assert module.within_documents == (kernels.attention != "mask")
-    assert module.has_kernel == (kernels.attention == "varlen")
+    assert module.uses_document_attention == (kernels.attention != "mask")
+    assert module.has_varlen_kernel == (kernels.attention == "varlen")
     assert module.kernel_has_windows == (kernels.window == "varlen")
     wanted = [("use_lora_linear", {})]
     if kernels.swiglu == "own":

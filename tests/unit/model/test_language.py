@@ -99,9 +99,9 @@ def test_what_is_merged_is_the_whole_model_with_its_other_parts_as_they_were(
     assert not near(ours, stock_loss(stock(base), docs()))
     before, after = stored(base), stored(out)
     assert before.keys() == after.keys()
-    others = [name for name in before if "vision" in name or "visual" in name]
-    assert others or re.search("qwen3_5|gemma4", str(base))
-    assert all(torch.equal(before[name], after[name]) for name in others)
+    unused_parts = [name for name in before if "vision" in name or "visual" in name]
+    assert unused_parts or re.search("qwen3_5|gemma4", str(base))
+    assert all(torch.equal(before[name], after[name]) for name in unused_parts)
 
 
 def test_an_adapter_fits_the_whole_model_and_changes_its_language_model_alone(base, tmp_path):
@@ -173,7 +173,7 @@ def test_what_is_left_as_it_is_is_named(base):
         "qwen3_5_text": set(),
         "smolvlm": {"vision_model", "connector"},
     }
-    named = {part.partition(" (")[0].rpartition(".")[2] for part in built.others}
+    named = {part.partition(" (")[0].rpartition(".")[2] for part in built.unused_parts}
     assert named == wanted[kind]
 
 
@@ -241,4 +241,7 @@ def test_blocks_behind_the_last_one_are_named_by_their_number(tmp_path):
     }
     save_file(tensors | further | {"mtp.fc.weight": torch.ones(2, 2)}, file)
     built = build(base, torch.float32, TuneConfig(), 0)
-    assert built.others == (f"model.layers.{last + 1} ({len(further)} tensors)", "mtp (1 tensors)")
+    assert built.unused_parts == (
+        f"model.layers.{last + 1} ({len(further)} tensors)",
+        "mtp (1 tensors)",
+    )

@@ -208,7 +208,7 @@ def test_layers_that_share_an_input_are_those_of_peft(others, settings, recomput
         for mine, theirs in zip(*results, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-8)
     copies.refresh()
-    assert all(group._input is None and not group._waiting for group in groups)
+    assert all(group._input is None and not group._pending_outputs for group in groups)
 
 
 def test_a_row_without_tokens_is_taken():

@@ -74,7 +74,7 @@ FAMILIES = {
 def test_value_and_gradient_are_those_worked_out_by_hand(
     monkeypatch, family, num_tokens, bias, frozen
 ):
-    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 1)  # the smallest chunk, 128 tokens
+    monkeypatch.setattr(loss, "TRAINED_HEAD_LOGITS_BYTES", 1)  # the smallest chunk, 128 tokens
     values, scale = FAMILIES[family]
     hidden_ND, head, labels_N = problem(num_tokens, bias)
     head.requires_grad_(not frozen)
@@ -113,7 +113,7 @@ def test_a_compiled_loss_is_that_of_the_operations_one_by_one(frozen, dtype):
 
 
 def test_never_more_logits_at_once_than_the_budget(monkeypatch):
-    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 200 * 4 * VOCAB)
+    monkeypatch.setattr(loss, "TRAINED_HEAD_LOGITS_BYTES", 200 * 4 * VOCAB)
     seen = []
     hidden_ND, head, labels_N = problem(450)
     head.register_forward_hook(lambda _, __, logits_NV: seen.append(logits_NV.shape[0]))
@@ -209,7 +209,7 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_trained_head_computes_in_the_dtype_of_autocast_on_a_gpu_too(monkeypatch, dtype):
     """Weights that are sharded are gathered in bf16, others cast; hidden states are fp32."""
-    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 1)
+    monkeypatch.setattr(loss, "TRAINED_HEAD_LOGITS_BYTES", 1)
     hidden_ND, head, labels_N = problem(300)
     head = head.to(dtype)
     with torch.autocast("cpu", torch.bfloat16):

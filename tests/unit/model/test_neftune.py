@@ -22,7 +22,7 @@ def noise(rows, positions_BT, seed=0, dtype=torch.float32, training=True):
     embedding = nn.Embedding(7, WIDTH, dtype=dtype).train(training)
     nn.init.zeros_(embedding.weight)
     embedding.register_forward_hook(EmbeddingNoise(ALPHA, seed))
-    with batch_context.using(MicroBatch(rows, positions_BT=positions_BT)), torch.no_grad():
+    with batch_context.use_batch(MicroBatch(rows, positions_BT=positions_BT)), torch.no_grad():
         return embedding(torch.zeros_like(positions_BT))
 
 

@@ -33,10 +33,10 @@ def test_the_first_value_that_is_not_finite_is_found_wherever_it_is(dtype, value
         for view, at in ((tensor, (row, column)), (tensor.t(), None), (tensor[:, :], None)):
             found = find_non_finite(view)
             assert found is not None
-            assert view[found.at].isfinite().item() is False
+            assert view[found.position].isfinite().item() is False
             assert str(found.value) == str(value)
-            assert at is None or found.at == at
-    assert find_non_finite(torch.tensor(value, dtype=dtype)).at == ()
+            assert at is None or found.position == at
+    assert find_non_finite(torch.tensor(value, dtype=dtype)).position == ()
 
 
 def test_what_has_no_values_or_no_fractions_is_finite():

@@ -105,12 +105,12 @@ def test_the_gradient_is_a_weight_for_each_answers_tokens():
 def test_what_is_measured_beside_the_loss():
     sums, _ = sums_of(Preference("dpo", 0.1))
     measured = sums.metrics(2)
-    assert sums.right == 1  # s: 0.5 over 0.25, and -0.5 under 0.25
+    assert sums.num_right == 1  # s: 0.5 over 0.25, and -0.5 under 0.25
     assert measured["accuracy"] == 0.5
     assert measured["margin"] == pytest.approx(0.1 * (0.0 - 0.5) / 2)
     assert measured["chosen_log_prob"] == pytest.approx(-5.5 / 5)
     assert measured["rejected_log_prob"] == pytest.approx(-2.25 / 3)
-    assert sums.moved == pytest.approx(0.5 + 0.25 + 0.5 + 0.25)
+    assert sums.log_prob_change == pytest.approx(0.5 + 0.25 + 0.5 + 0.25)
     assert sums.reference == pytest.approx(2.5 + 0.5 + 3.0 + 2.25)
 
 
@@ -123,7 +123,7 @@ def test_labeled_answers_are_compared_with_the_mean_divergence():
     moved = (-2.0 + 2.5, -sum(LOSSES[2:]) + 3.0)
     expected = 2.0 * sigmoid(-0.1 * (moved[0] - 0.2)) + sigmoid(0.1 * (moved[1] - 0.2))
     assert sums.loss == pytest.approx(expected, rel=1e-6)
-    assert (sums.num_chosen, sums.num_rejected, sums.right) == (1, 1, 2)
+    assert (sums.num_chosen, sums.num_rejected, sums.num_right) == (1, 1, 2)
     assert (sums.chosen_tokens, sums.rejected_tokens) == (2, 6)
 
 
@@ -145,14 +145,14 @@ def test_of_equal_rewards_none_is_right():
         batch = batch_of(counts, desirable)
         batch = replace(batch, pairs=replace(batch.pairs, reference_log_probs_P2=own))
         sums = PreferenceSums(*Preference(objective, 0.1).sums(losses_N, batch).tolist())
-        assert sums.right == 0
+        assert sums.num_right == 0
         assert sums.metrics(2)["accuracy"] == 0
 
 
 def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
     sums = PreferenceSums(0.7, 3, 1e-6, 2e-6, -9.0, -8.0, 4, 4, 20, 20, 1e-5, 17.0)
     equal = PreferenceSums(*zero_rewards(astuple(sums)))
-    kept = {"right": 0, "chosen_reward": 0, "rejected_reward": 0}
+    kept = {"num_right": 0, "chosen_reward": 0, "rejected_reward": 0}
     assert equal == replace(sums, **kept)
     assert (equal.metrics(4)["accuracy"], equal.metrics(4)["margin"]) == (0, 0)
 

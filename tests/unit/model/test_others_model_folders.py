@@ -61,7 +61,7 @@ def test_of_a_whole_file_and_shards_the_one_that_transformers_loads_is_read_and_
     built = build(model, torch.float32, FULL, 0)
     assert torch.equal(read_norm(built.index), stock_norm(model))
     assert read_norm(built.index).unique().tolist() == [1.0]
-    assert SHARDS_FILE in " ".join(built.others)
+    assert SHARDS_FILE in " ".join(built.unused_parts)
 
 
 def test_an_index_that_names_the_whole_file_leaves_nothing_unread(model):

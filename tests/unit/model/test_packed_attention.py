@@ -12,7 +12,7 @@ from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, make_documents, use_document_attention
-from hpc_tune.model.shared_rows import RowPart, cut_documents
+from hpc_tune.model.shared_rows import RowShard, shard_documents
 from hpc_tune.model.tiled_attention import _make_tiling, tiled_attention
 from hpc_tune.model.varlen_attention import DocumentParts
 
@@ -66,9 +66,9 @@ def test_lengths_are_read_off_positions_only_where_a_batch_has_none(monkeypatch)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_loss_and_gradients_are_those_of_the_mask(family, recompute):
     module = model_of(family, recompute)
-    assert module.within_documents
+    assert module.uses_document_attention
     loss, grads = loss_and_grads(module)
-    module.within_documents = False
+    module.uses_document_attention = False
     wanted, wanted_grads = loss_and_grads(module)
     assert loss == pytest.approx(wanted, rel=1e-6)
     for grad, other in zip(grads, wanted_grads, strict=True):
@@ -95,7 +95,7 @@ def test_no_mask_is_made_where_documents_say_it_all(monkeypatch):
     module = model_of()
     module(batch())
     assert not made
-    module.within_documents = False
+    module.uses_document_attention = False
     module(batch())
     assert len(made) == 1
 
@@ -103,7 +103,7 @@ def test_no_mask_is_made_where_documents_say_it_all(monkeypatch):
 def test_layers_with_a_sliding_window_keep_their_mask():
     module = model_of("mistral", sliding_window=3)
     loss, _ = loss_and_grads(module)
-    module.within_documents = False
+    module.uses_document_attention = False
     assert loss == pytest.approx(loss_and_grads(module)[0], rel=1e-6)
     wide = model_of("mistral", sliding_window=None)
     wide.load_state_dict(module.state_dict())
@@ -112,7 +112,7 @@ def test_layers_with_a_sliding_window_keep_their_mask():
 
 def test_families_without_sdpa_are_left_alone():
     module = model_of("gemma2", head_dim=8)
-    assert not module.within_documents
+    assert not module.uses_document_attention
     assert module.config._attn_implementation == "eager"
 
 
@@ -125,7 +125,7 @@ def stock(query, key, value, lengths):
 
 
 def ours(query, key, value, lengths):
-    with batch_context.using(MicroBatch(documents=make_documents([lengths] * len(query)))):
+    with batch_context.use_batch(MicroBatch(documents=make_documents([lengths] * len(query)))):
         return _attend(None, query, key, value, None)[0].transpose(1, 2)
 
 
@@ -194,7 +194,7 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.using(MicroBatch(documents=make_documents(LENGTHS))):
+        with batch_context.use_batch(MicroBatch(documents=make_documents(LENGTHS))):
             out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, value_dim)
         return out_BTHD[0, LENGTHS[0][0] :]
@@ -218,19 +218,19 @@ def test_the_last_tokens_of_documents_attend_as_in_whole_rows(
     weight = torch.randn(2, 6, total, 8, generator=generator)
     out, *wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
     sums = [torch.zeros_like(grad) for grad in wanted]
-    for part in (RowPart(rank, size, is_head_tail=True) for rank in range(size)):
-        own = DocumentParts(cut_documents([lengths] * 2, part))
+    for part in (RowShard(rank, size, is_head_tail=True) for rank in range(size)):
+        own = DocumentParts(shard_documents([lengths] * 2, part))
 
         def attend(query, key, value, _, part=part, own=own):
-            query = part.cut_to_rank(query, 2).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            query = part.shard_to_rank(query, 2).transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys = own.take_keys(key), own.take_keys(value)
             out_1SHD = tiled_attention(query, *keys, own.spans, None, own.num_earlier_keys)
             return out_1SHD.view(2, -1, 6, 8).transpose(1, 2)
 
         found, *grads = out_and_grads(
-            attend, inputs, part.cut_to_rank(weight, 2), torch.float64, lengths
+            attend, inputs, part.shard_to_rank(weight, 2), torch.float64, lengths
         )
-        torch.testing.assert_close(found, part.cut_to_rank(out, 2), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, part.shard_to_rank(out, 2), rtol=1e-12, atol=1e-12)
         sums = [one + other for one, other in zip(sums, grads, strict=True)]
     for one, other in zip(sums, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

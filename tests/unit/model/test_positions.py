@@ -80,7 +80,7 @@ def test_positions_are_scaled_for_the_longest_text_of_pairs_not_for_both_togethe
         PrepareSettings(32, reading=ReadOptions(form="pairs")),
     )
     store = TokenStore.open(out)
-    assert (store.longest_side(), int(store.length_values[-1])) == (16, 26)
+    assert (store.longest_side_tokens(), int(store.length_values[-1])) == (16, 26)
     factors = {}
     for objective in ("sft", "dpo"):
         tune = {"objective": objective, "method": "full"}

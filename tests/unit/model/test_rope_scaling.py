@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.checkpoint.state import RunState, require_same_settings
 from hpc_tune.config.load import load_config
-from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.config.rope import ORIGINAL_LENGTH_KEY, format_rope_scaling
 from hpc_tune.config.schema import ModelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
@@ -22,19 +22,19 @@ from hpc_tune.model.rotary import (
     llama3_frequency_divisors,
     position_limit,
 )
-from hpc_tune.plan.resolve import why_rows_too_long
+from hpc_tune.plan.resolve import explain_too_long_rows
 from tests.unit.model.test_model_build import FAMILY
 
 TRAINED = 32  # tokens
-YARN = {"rope_type": "yarn", "factor": 4, ORIGINAL: TRAINED}
+YARN = {"rope_type": "yarn", "factor": 4, ORIGINAL_LENGTH_KEY: TRAINED}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 8.0, ORIGINAL: TRAINED},
+    **{"rope_type": "llama3", "factor": 8.0, ORIGINAL_LENGTH_KEY: TRAINED},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 LONGROPE = {
-    **{"rope_type": "longrope", "factor": 4.0, ORIGINAL: TRAINED},
+    **{"rope_type": "longrope", "factor": 4.0, ORIGINAL_LENGTH_KEY: TRAINED},
     **{"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 7.0, 15.0]},
 }
 SCALINGS = {s["rope_type"]: s for s in (YARN, LINEAR, DYNAMIC, LLAMA3, LONGROPE)}
@@ -89,8 +89,10 @@ def test_logits_are_those_of_transformers_with_the_same_parameters(tmp_path, kin
 
     def by_hand(content):
         content["rope_parameters"] = {"rope_theta": 1e4, **scaling}
-        if ORIGINAL in scaling:
-            content["max_position_embeddings"] = int(scaling[ORIGINAL] * scaling["factor"])
+        if ORIGINAL_LENGTH_KEY in scaling:
+            content["max_position_embeddings"] = int(
+                scaling[ORIGINAL_LENGTH_KEY] * scaling["factor"]
+            )
 
     with_written(directory, by_hand)
     wanted = stock_logits(directory, tokens_BT)
@@ -120,10 +122,15 @@ def test_queries_are_scaled_as_before(tmp_path, scaling):
     directory = written(tmp_path, "ministral3", rope_parameters=own)
     ours = our_logits(directory, scaling, tokens())
     found = read_config(directory, scaling).rope_parameters
-    assert found.items() >= {**scaling, **beta, ORIGINAL: TRAINED}.items()
+    assert found.items() >= {**scaling, **beta, ORIGINAL_LENGTH_KEY: TRAINED}.items()
 
     def by_hand(content):
-        content["rope_parameters"] = {"rope_theta": 1e4, ORIGINAL: TRAINED, **scaling, **beta}
+        content["rope_parameters"] = {
+            "rope_theta": 1e4,
+            ORIGINAL_LENGTH_KEY: TRAINED,
+            **scaling,
+            **beta,
+        }
 
     with_written(directory, by_hand)
     wanted = stock_logits(directory, tokens())
@@ -162,7 +169,7 @@ def test_longrope_of_phi3_is_that_of_transformers(tmp_path, length):
     ours = our_logits(directory, LONGROPE, tokens_BT, seq_len=length)
 
     def by_hand(content):
-        content |= {ORIGINAL: TRAINED, "max_position_embeddings": 4 * TRAINED}
+        content |= {ORIGINAL_LENGTH_KEY: TRAINED, "max_position_embeddings": 4 * TRAINED}
         content["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 1.0, **LONGROPE}
 
     with_written(directory, by_hand)
@@ -302,10 +309,12 @@ def test_another_scaling_is_another_run(tmp_path):
         require_same_settings(saved, now)
 
 
-@pytest.mark.parametrize("scaling", [None, {**YARN, ORIGINAL: 2048, "factor": 1.5}, LINEAR])
+@pytest.mark.parametrize(
+    "scaling", [None, {**YARN, ORIGINAL_LENGTH_KEY: 2048, "factor": 1.5}, LINEAR]
+)
 def test_a_plan_says_which_scaling_rows_of_that_length_need(scaling):
     model = ModelConfig(rope_scaling=scaling)
-    said = [*why_rows_too_long(model, 8192)]
+    said = [*explain_too_long_rows(model, 8192)]
     assert bool(said) == (scaling != LINEAR)
     if scaling is None:
         assert said == [

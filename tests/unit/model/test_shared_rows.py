@@ -15,11 +15,11 @@ from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import AnswerLogProbabilities, Preference, TokenSum
 from hpc_tune.model.shared_rows import (
     RankHeadsView,
-    RowPart,
+    RowShard,
     count_own_tokens,
     count_repeated_key_heads,
-    cut_batch_to_rank,
-    cut_documents,
+    shard_batch_to_rank,
+    shard_documents,
 )
 from hpc_tune.plan.resolve import gathered_keys_warnings
 from hpc_tune.step.layout import Layout, row_sharing_problems
@@ -39,7 +39,7 @@ def batch_of_documents(rows):
 
 
 def all_parts(batch, size, is_head_tail=False):
-    return [cut_batch_to_rank(batch, RowPart(rank, size, is_head_tail)) for rank in range(size)]
+    return [shard_batch_to_rank(batch, RowShard(rank, size, is_head_tail)) for rank in range(size)]
 
 
 def in_order(parts, is_head_tail):
@@ -68,7 +68,7 @@ def test_the_parts_of_a_batch_are_its_tokens(size, is_head_tail):
     assert sum(part.num_loss_tokens for part in parts) == batch.num_loss_tokens
     assert sum(part.num_tokens for part in parts) == batch.num_tokens
     for rank, part in enumerate(parts):
-        assert count_own_tokens(batch, RowPart(rank, size, is_head_tail)) == (
+        assert count_own_tokens(batch, RowShard(rank, size, is_head_tail)) == (
             part.tokens_BT.numel(),
             part.num_loss_tokens,
         )
@@ -86,7 +86,7 @@ def test_positions_go_on_in_a_documents_next_part_and_padding_is_one_document():
 
 
 def test_a_row_without_padding_gets_it_where_ranks_do_not_divide_its_tokens():
-    part = cut_batch_to_rank(costliest_batch(2, 16), RowPart(2, 3))
+    part = shard_batch_to_rank(costliest_batch(2, 16), RowShard(2, 3))
     assert part.document_lengths == [[16, 2]] * 2
     assert part.positions_BT.tolist() == [[12, 13, 14, 15, 0, 1]] * 2
     assert part.labels_BT[0, -2:].tolist() == [IGNORED_LABEL] * 2
@@ -108,8 +108,8 @@ def test_weights_of_tokens_go_with_them(is_head_tail):
     losses_BT = torch.zeros_like(batch.labels_BT, dtype=torch.float32)
     losses_BT[batch.labels_BT != IGNORED_LABEL] = batch.weights_N
     for rank, part in enumerate(parts):
-        own = RowPart(rank, 2, is_head_tail)
-        own_BS = own.cut_to_rank(F.pad(losses_BT, (0, -losses_BT.shape[1] % own.num_slices)))
+        own = RowShard(rank, 2, is_head_tail)
+        own_BS = own.shard_to_rank(F.pad(losses_BT, (0, -losses_BT.shape[1] % own.num_slices)))
         assert part.weights_N.equal(own_BS[part.labels_BT != IGNORED_LABEL])
 
 
@@ -135,8 +135,8 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     log_probs = AnswerLogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
     rows_N = (batch.labels_BT != IGNORED_LABEL).nonzero()
     for rank in range(3):
-        own = RowPart(rank, 3, is_head_tail)
-        part = cut_batch_to_rank(batch, own)
+        own = RowShard(rank, 3, is_head_tail)
+        part = shard_batch_to_rank(batch, own)
         columns = own.slices(3 * part.tokens_BT.shape[1])
         is_own = sum((rows_N[:, 1] >= s.start) & (rows_N[:, 1] < s.stop) for s in columns) > 0
         own_N = losses_N[is_own]
@@ -166,8 +166,8 @@ def attend_causally(query, key, value, mask=None):
 
 def stacked(tensors, size, is_head_tail):
     """Return what ranks have of rows' heads as rows."""
-    parts = [RowPart(rank, size, is_head_tail) for rank in range(size)]
-    return [torch.cat([part.cut_to_rank(x, 2) for part in parts]) for x in tensors]
+    parts = [RowShard(rank, size, is_head_tail) for rank in range(size)]
+    return [torch.cat([part.shard_to_rank(x, 2) for part in parts]) for x in tensors]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_own_queries_have_the_keys_of_whole_rows(size):
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
 
     def attend(rank, *inputs):
-        return attend_causally(*inputs, RowPart(rank, size, True).cut_to_rank(mask, 0))
+        return attend_causally(*inputs, RowShard(rank, size, True).shard_to_rank(mask, 0))
 
     found = StackedShare(size, True).attend(attend, *stacked(whole, size, True))
     out = attend_causally(*whole).transpose(1, 2)
@@ -201,14 +201,14 @@ def test_all_ranks_attend_to_as_many_keys(size):
     whole = [[48 * size]]
     seen = [
         sum((stop - first) * (first + stop - 2 * start) // 2 for _, start, first, stop in parts)
-        for parts in (cut_documents(whole, RowPart(rank, size, True)) for rank in range(size))
+        for parts in (shard_documents(whole, RowShard(rank, size, True)) for rank in range(size))
     ]
     assert len(set(seen)) == 1
 
 
 def test_parts_of_documents_are_those_of_the_own_tokens():
     lengths = [[5, 9, 2], [16]]
-    found = [cut_documents(lengths, RowPart(rank, 2, True)) for rank in range(2)]
+    found = [shard_documents(lengths, RowShard(rank, 2, True)) for rank in range(2)]
     assert found[0] == [(0, 0, 0, 4), (0, 5, 12, 14), (0, 14, 14, 16), (1, 0, 0, 4), (1, 0, 12, 16)]
     assert found[1] == [(0, 0, 4, 5), (0, 5, 5, 8), (0, 5, 8, 12), (1, 0, 4, 8), (1, 0, 8, 12)]
 
@@ -218,7 +218,7 @@ def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
     module.sinks, module.scaling = torch.nn.Parameter(torch.arange(8.0)), 0.5
     own = RankHeadsView(module, 1, 4, 2, 1)
     assert own.sinks.tolist() == [2, 3]
-    assert own.cut_to_rank(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
+    assert own.shard_to_rank(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
     assert own.scaling == 0.5
     assert own.num_key_value_groups == 2
 

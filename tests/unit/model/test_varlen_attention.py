@@ -21,7 +21,7 @@ from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention
-from hpc_tune.model.shared_rows import RowPart, cut_batch_to_rank, cut_documents
+from hpc_tune.model.shared_rows import RowShard, shard_batch_to_rank, shard_documents
 from hpc_tune.model.varlen_attention import (
     DocumentParts,
     DocumentStarts,
@@ -66,14 +66,14 @@ def model_of(family="llama", recompute="none", **more):
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    assert module.within_documents
-    module.has_kernel = True
+    assert module.uses_document_attention
+    module.has_varlen_kernel = True
     checkpoint_blocks(list(find_blocks(module)), recompute)
     return module
 
 
 def by_mask(module):
-    module.within_documents = module.has_kernel = False
+    module.uses_document_attention = module.has_varlen_kernel = False
     return loss_and_grads(module)
 
 
@@ -104,7 +104,7 @@ def test_starts_are_the_sums_of_all_rows_lengths():
     starts = make_document_starts(LENGTHS, CPU)
     assert starts.starts_N.tolist() == STARTS
     assert starts.starts_N.dtype == torch.int32
-    assert (starts.num_rows, starts.num_tokens, starts.longest) == (3, 16, 16)
+    assert (starts.num_rows, starts.num_tokens, starts.max_length) == (3, 16, 16)
     assert starts.is_packed
     assert not make_document_starts([[4], [4]], CPU).is_packed
 
@@ -200,14 +200,14 @@ def test_a_step_asks_the_device_for_nothing(recompute, monkeypatch):
     with _NoAnswer():
         module(given).backward()
     assert CALLS
-    module.within_documents = module.has_kernel = False
+    module.uses_document_attention = module.has_varlen_kernel = False
     with pytest.raises(AssertionError, match="waits for the device"), _NoAnswer():
         module(given)
 
 
 def test_lengths_that_the_host_does_not_know_leave_the_mask(masks):
     module = model_of()
-    module.within_documents = False  # as positions on a GPU are not read
+    module.uses_document_attention = False  # as positions on a GPU are not read
     loss = module(replace(batch(), document_lengths=())).item()
     assert masks
     assert not CALLS
@@ -219,7 +219,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     positions_BT = batch().positions_BT
     find = masking_utils.find_packed_sequence_indices
     outside = find(positions_BT)
-    with batch_context.using(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
+    with batch_context.use_batch(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
         inside = find(positions_BT)
     for document_ids_BT in (outside, inside):
         same = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
@@ -228,7 +228,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
         outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
     )
     whole_BT = torch.arange(16).expand(2, 16)
-    with batch_context.using(MicroBatch(starts=make_document_starts([[16], [16]], CPU))):
+    with batch_context.use_batch(MicroBatch(starts=make_document_starts([[16], [16]], CPU))):
         assert find(whole_BT) is None
     assert find(whole_BT) is None
 
@@ -274,19 +274,19 @@ def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_th
     CALLS.clear()
     module.kernel_has_windows = windows
     share_attention(module, StackedShare(2, is_head_tail))
-    ranks = [RowPart(rank, 2, is_head_tail) for rank in range(2)]
+    ranks = [RowShard(rank, 2, is_head_tail) for rank in range(2)]
     losses = []
     for row in range(3):
         tensors = (tensor[row : row + 1] for tensor in whole.tensors)
         one = replace(Batch(*tensors, 16, 16, row), document_lengths=LENGTHS[row : row + 1])
-        losses.append(module(stack_parts([cut_batch_to_rank(one, part) for part in ranks])))
+        losses.append(module(stack_parts([shard_batch_to_rank(one, part) for part in ranks])))
     assert sum(losses).item() == pytest.approx(wanted, rel=1e-6)
     assert {call["before"] for call in CALLS} == ({2} if windows else set())
 
 
 def test_keys_of_neighboring_parts_are_taken_as_one_range():
     """And their gradients are added up where two slices see the same keys."""
-    parts = cut_documents([*LENGTHS, (12, 4)], RowPart(1, 2, is_head_tail=True))
+    parts = shard_documents([*LENGTHS, (12, 4)], RowShard(1, 2, is_head_tail=True))
     own = DocumentParts(parts)
     assert own.key_ranges == [
         *((0, 0, 8), (0, 5, 12), (1, 0, 8), (1, 0, 12)),
@@ -304,7 +304,7 @@ def test_keys_of_neighboring_parts_are_taken_as_one_range():
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_the_mask_of_own_queries_is_their_rows_of_the_whole_one(window):
     starts = make_document_starts(LENGTHS, CPU)
-    places = RowPart(1, 4, is_head_tail=True).cut_to_rank(torch.arange(16), 0)
+    places = RowShard(1, 4, is_head_tail=True).shard_to_rank(torch.arange(16), 0)
     whole = starts.mask_B1TT(window)
     assert starts.mask_B1ST(places, window).equal(whole[:, :, places])
 
@@ -313,7 +313,7 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
-    with batch_context.using(MicroBatch(starts=make_document_starts([[16]], CPU))):
+    with batch_context.use_batch(MicroBatch(starts=make_document_starts([[16]], CPU))):
         mask = _make_document_mask(
             **options, config=config, mask_function=masking_utils.causal_mask_function
         )
@@ -338,7 +338,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.using(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
+        with batch_context.use_batch(MicroBatch(starts=make_document_starts(LENGTHS, CPU))):
             out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, values[1])
         return out_BTHD[0, LENGTHS[0][0] :]
@@ -406,10 +406,10 @@ def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeyp
     kernel = varlen.varlen_attn
 
     @functools.wraps(kernel)
-    def wrong(query, key, value, starts_N, _, *longest, **options):
+    def wrong(query, key, value, starts_N, _, *max_length, **options):
         starts_N, options = WRONG[how](starts_N, options)
-        longest = [int(starts_N.diff().max())] * 2
-        return kernel(query, key, value, starts_N, starts_N, *longest, **options)
+        max_length = [int(starts_N.diff().max())] * 2
+        return kernel(query, key, value, starts_N, starts_N, *max_length, **options)
 
     monkeypatch.setattr(varlen, "varlen_attn", wrong)
     for _ in range(2):

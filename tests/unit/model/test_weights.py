@@ -280,7 +280,7 @@ def test_values_are_asked_for_one_tensor_at_a_time(tmp_path):
         made.append(weakref.ref(array))  # a tensor's storage keeps the array that it is made of
         return torch.from_numpy(array)
 
-    regions = [Region.whole(name, torch.float32, (4,), values) for name in ("a", "b", "c")]
+    regions = [Region.cover_tensor(name, torch.float32, (4,), values) for name in ("a", "b", "c")]
     write_regions(tmp_path / "x.safetensors", regions)
     assert load_file(tmp_path / "x.safetensors").keys() == {"a", "b", "c"}
 

@@ -10,8 +10,8 @@ from hpc_tune.plan.memory_model import (
     NCCL_GROUP_BYTES,
     NVLS_BYTES,
     gpu_overhead_bytes,
-    surely_fits,
     upper_bound_bytes,
+    upper_bound_fits,
 )
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.size import ModelSize
@@ -70,4 +70,4 @@ def test_a_device_that_the_context_fills_is_never_said_to_have_room():
     model = SimpleNamespace(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
     most = upper_bound_bytes(ModelSize(0, 100, 0, 400), layout, model, 0, tiny)
     assert most >= beside
-    assert not surely_fits(most, tiny)
+    assert not upper_bound_fits(most, tiny)

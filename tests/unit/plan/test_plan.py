@@ -226,7 +226,7 @@ def by_name(
         config.checkpoint,
         step_tokens=1024,
         compile_threads=threads if config.train.compile else None,
-        governed=config.memory.governor == "on",
+        is_governed=config.memory.governor == "on",
         save=save,
         form=config.tune.form,
         has_reference=config.tune.has_reference,
@@ -313,7 +313,7 @@ def test_a_model_of_small_tensors_is_read_in_small_pieces():
 
 @pytest.mark.parametrize("name", ["auto", "fp32", "bf16"])
 def test_on_cpus_a_plan_is_of_the_dtype_that_a_run_computes_with(name):
-    assert planned_dtype(name, on_gpu=False) == resolve_dtype(name, torch.device("cpu"))
+    assert planned_dtype(name, uses_gpu=False) == resolve_dtype(name, torch.device("cpu"))
 
 
 KINDS = ["sliding_attention", "full_attention"] * 3

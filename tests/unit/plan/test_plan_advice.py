@@ -66,7 +66,7 @@ SECTION = SlurmConfig(nodes=2, gpus_per_node=4, memory="100G")
 
 
 @pytest.mark.parametrize(
-    ("slurm", "named", "on_cpus", "machine", "num_assumed"),
+    ("slurm", "named", "uses_cpus", "machine", "num_assumed"),
     [
         (SECTION, (None, None, None, None), False, Machine(2, 4, 80 * GIB, 100 * GIB), 1),
         (SECTION, (3, 8, 40 * GIB, GIB), False, Machine(3, 8, 40 * GIB, GIB), 0),
@@ -89,9 +89,9 @@ SECTION = SlurmConfig(nodes=2, gpus_per_node=4, memory="100G")
     ],
 )
 def test_the_machine_of_a_plan_is_what_is_named_or_the_slurm_section(
-    slurm, named, on_cpus, machine, num_assumed
+    slurm, named, uses_cpus, machine, num_assumed
 ):
-    found, assumed = requested_machine(slurm, *named, on_cpus)
+    found, assumed = requested_machine(slurm, *named, uses_cpus)
     assert found == machine
     assert len(assumed) == num_assumed
 

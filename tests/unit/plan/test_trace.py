@@ -210,7 +210,7 @@ for settings in json.loads(sys.argv[2]):
     for trace.FakeTensorMode in (fake, lambda **_: contextlib.nullcontext()):
         step = trace.make_traced_step(config, world)
         if config.model.dtype == "fp32":
-            on_cpu = {"for_gpu": False, "has_kernel": False, "has_tiled_attention": True}
+            on_cpu = {"targets_gpu": False, "has_varlen_kernel": False, "has_tiled_attention": True}
             step = dataclasses.replace(step, **on_cpu)
         report = trace.trace_step(step)
         reports.append({**dataclasses.asdict(report), "trace_s": 0})
@@ -256,8 +256,8 @@ for masked in (False, True):
     for length in (1024, 2048, 4096):
         config = load_config(None, [*words, f"data.seq_len={length}"])
         step = trace.make_traced_step(config, 1)
-        assert step.has_kernel
-        step = dataclasses.replace(step, has_kernel=not masked)
+        assert step.has_varlen_kernel
+        step = dataclasses.replace(step, has_varlen_kernel=not masked)
         peaks.append(trace.trace_step(step).peak_bytes)
     print(json.dumps(peaks))
 """
@@ -348,7 +348,7 @@ def test_gloo_makes_a_copy_of_what_it_gathers_for_as_long_as_it_takes(monkeypatc
     memory, during = TracedMemory(heap_block_bytes=0), []
     gather = lambda *_: during.append(memory.live_bytes)  # noqa: E731
     monkeypatch.setattr(CountedCollectives, "all_gather_uncounted", gather)
-    collectives = hpc_tune.plan.trace._FakeCollectives(torch.device("cpu"), like_gloo=True)
+    collectives = hpc_tune.plan.trace._FakeCollectives(torch.device("cpu"), mimics_gloo=True)
     with FakeTensorMode(), memory.watch():
         own, gathered = torch.zeros(25), torch.zeros(100)
         collectives.all_gather_uncounted(gathered, own, None, False)
@@ -363,7 +363,7 @@ def test_a_trimmed_heap_keeps_what_is_alive_and_is_used_again_in_its_holes():
         memory.begin()
         blocks = [torch.empty(1 << 19, dtype=torch.uint8) for _ in range(16)]  # 8 MiB
         del blocks[::2]
-        memory.begin(trimmed=True)
+        memory.begin(is_trimmed=True)
         assert 4 << 20 <= memory.heap_peak_bytes < (4 << 20) + (1 << 18)
         more = [torch.empty(1 << 18, dtype=torch.uint8) for _ in range(8)]  # 2 MiB
         assert 6 << 20 <= memory.heap_peak_bytes < (6 << 20) + (1 << 18)

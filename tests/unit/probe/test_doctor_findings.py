@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.cluster.unused_gpus import UnusedGpus
-from hpc_tune.probe.doctor import doctor_lines, report_dict
+from hpc_tune.probe.doctor import doctor_lines, make_report_dict
 from hpc_tune.probe.fabric import NcclLibrary
 from hpc_tune.probe.facts import FolderFacts, RankFacts, measure_folder
 from hpc_tune.probe.findings import find_problems
@@ -19,7 +19,7 @@ from hpc_tune.probe.links import (
     describe_links,
     find_outliers,
     format_rate,
-    pair_rounds,
+    list_pair_rounds,
 )
 from hpc_tune.probe.matmuls import MatmulResult
 from hpc_tune.probe.software import CompiledOps
@@ -377,8 +377,8 @@ def test_variables_that_make_runs_hang_are_named(name, value):
 def test_cpus_and_one_node_need_no_plugin():
     ranks = network(PLAIN, (SLINGSHOT,))
     assert find_problems(ranks[:2], Links((), ())) == []
-    on_cpus = [dataclasses.replace(rank, nccl="", library=None) for rank in ranks]
-    assert find_problems(on_cpus, Links(tuple(links(*[1e8] * 6)), ())) == []
+    cpu_ranks = [dataclasses.replace(rank, nccl="", library=None) for rank in ranks]
+    assert find_problems(cpu_ranks, Links(tuple(links(*[1e8] * 6)), ())) == []
 
 
 def test_an_older_nccl_than_torch_was_built_for_is_found_and_where_it_is_from():
@@ -398,11 +398,11 @@ def test_a_driver_that_refuses_is_found_where_its_gpus_are_used():
     [found] = find_problems(ranks, Links((), ()))
     assert found.level == "warning"
     assert "n0, n1: the driver's management library refuses (Insufficient Perm" in found.text
-    on_cpus = [
+    cpu_ranks = [
         dataclasses.replace(r, device_bytes=0, device_numa=None, device_wanted="cpu", nccl="")
         for r in ranks
     ]
-    assert find_problems(on_cpus, Links((), ())) == []
+    assert find_problems(cpu_ranks, Links((), ())) == []
 
 
 def test_a_rank_that_has_cores_at_its_gpu_and_elsewhere_is_no_finding():
@@ -446,12 +446,12 @@ def test_pairs_within_a_node_are_not_compared_with_those_across():
     "nodes", [[0], [0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1, 1, 2, 3], [0] * 8]
 )
 def test_each_pair_of_a_node_and_each_pair_of_nodes_talks_once(nodes):
-    seen = [pair for round_ in pair_rounds(nodes) for pair in round_]
+    seen = [pair for round_ in list_pair_rounds(nodes) for pair in round_]
     within = {pair for pair in itertools.combinations(range(len(nodes)), 2) if same(nodes, pair)}
     assert {pair for pair in seen if same(nodes, pair)} == within
     across = [tuple(sorted((nodes[a], nodes[b]))) for a, b in seen if nodes[a] != nodes[b]]
     assert sorted(across) == list(itertools.combinations(sorted(set(nodes)), 2))
-    for round_ in pair_rounds(nodes):
+    for round_ in list_pair_rounds(nodes):
         busy = [node for a, b in round_ for node in {nodes[a], nodes[b]}]
         assert len(busy) == len(set(busy)), "a node's links are shared"
 
@@ -582,7 +582,9 @@ def test_the_report_tells_how_fast_a_rank_multiplies(found, line):
     lines = doctor_lines(ranks, Links((), ()), [], uses_colors=False)
     [place] = [number for number, text in enumerate(lines) if text.startswith("  rank 1 ")]
     assert lines[place + 1].strip() == line
-    assert report_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
+    assert (
+        make_report_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
+    )
 
 
 def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):
@@ -636,7 +638,7 @@ def test_the_report_has_each_rank_and_each_finding():
     assert "\033[31mERROR" in "\n".join(doctor_lines(ranks, all_links, found, uses_colors=True))
     assert "no problems found" not in text
     assert "no problems found" in doctor_lines(ranks, all_links, [], uses_colors=False)[-1]
-    assert report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
+    assert make_report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
 
 
 @pytest.mark.parametrize(

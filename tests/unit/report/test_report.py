@@ -285,9 +285,9 @@ def test_each_start_has_its_place_on_the_axis_of_time(make):
     again = event("start", BEGAN_S + 1020, size=4, total_steps=15, layout="shard 4: fits")
     first, second = list_starts(read_run(make(steps=steps, events=[stop, again], outcome=DONE)))
     assert (first.ranks, first.layout, first.first_step, first.last_step) == (2, "shard 2", 1, 10)
-    assert (first.ended, first.seconds, first.before_s) == ("SIGUSR1", 20, 0)
+    assert (first.ending, first.seconds, first.prior_running_s) == ("SIGUSR1", 20, 0)
     assert (second.ranks, second.layout, second.first_step) == (4, "shard 4", 11)
-    assert (second.waited_s, second.seconds, second.before_s) == (1000, 10, 20)
+    assert (second.wait_s, second.seconds, second.prior_running_s) == (1000, 10, 20)
 
 
 def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
@@ -300,8 +300,8 @@ def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
         event("stop", BEGAN_S + 1030, reason="memory is short", began_s=BEGAN_S + 1010),
     ]
     first, second = list_starts(read_run(make(events=events)))
-    assert (first.ended, first.seconds) == ("killed", 20)
-    assert second.ended == "memory is short"
+    assert (first.ending, first.seconds) == ("killed", 20)
+    assert second.ending == "memory is short"
 
 
 def test_a_start_that_was_refused_is_no_time_running(make):
@@ -316,7 +316,7 @@ def test_a_start_that_was_refused_is_no_time_running(make):
     path = make(events=[*refused, again, last], outcome=DONE)
     run = read_run(path)
     assert [start.seconds for start in list_starts(run)] == [20, 10]
-    assert (list_starts(run)[0].begin_s, list_starts(run)[1].waited_s) == (BEGAN_S, 1000)
+    assert (list_starts(run)[0].begin_s, list_starts(run)[1].wait_s) == (BEGAN_S, 1000)
     assert key_numbers(run)["time running"] == "30s in 2 starts"
     figure = dict((name, figure) for name, _, figure in draw_figures([run]))["timeline"]
     stops = [line for line in figure.axes[1].lines if line.get_marker() == "s"]
@@ -395,8 +395,8 @@ def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(
     ]
     path = make(events=events, outcome=DONE)
     first, second = list_starts(read_run(path))
-    assert (first.ended, first.left_out, first.seconds) == ("host n2 is gone", ("n2",), 20)
-    assert second.ended == "done"
+    assert (first.ending, first.excluded_nodes, first.seconds) == ("host n2 is gone", ("n2",), 20)
+    assert second.ending == "done"
     text = checked(write_report([path]))
     assert message in text
     assert "host n2 is gone; node n2 is left out from then on" in text
@@ -424,7 +424,7 @@ def test_checkpoints_are_verified_against_their_manifests(tmp_path):
     assert told[0] == "every byte verified"
     assert told[1] == told[2] == "DAMAGED: x is not as it was written"
     assert "manifest.json cannot be used" in told[3]
-    assert [what for _, _, what in verify_checkpoints(tmp_path, most_bytes=7)][:2] == [
+    assert [what for _, _, what in verify_checkpoints(tmp_path, max_total_bytes=7)][:2] == [
         "every byte verified",
         "sizes verified; bytes: inspect --verify",
     ]
@@ -713,8 +713,8 @@ def test_a_run_that_is_silent_for_seconds_says_so(make, capsys):
 
 @pytest.mark.parametrize("reason", ["no such model", None])
 def test_a_run_that_failed_at_its_start_has_no_checkpoint_and_says_why(make, capsys, reason):
-    ended = {"status": "failed", "reason": reason, "step": None, "exit_code": 2}
-    run = make(outcome=ended if reason else None)
+    ending = {"status": "failed", "reason": reason, "step": None, "exit_code": 2}
+    run = make(outcome=ending if reason else None)
     assert cli.main(["export", str(run), "--to", "adapter"]) == 2
     why = reason or "it has not reached a save"
     assert f"{run} has no checkpoint: {why}" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.engine.pipeline_parallel import cut_stages
+from hpc_tune.engine.pipeline_parallel import split_into_stages
 from hpc_tune.model.build import build
 from hpc_tune.model.config_json import resolve_model_directory
 from hpc_tune.plan.step_time import Network, tensor_axis_time
@@ -211,7 +211,7 @@ for folder, ranks, rank, settings in json.loads(sys.argv[1]):
         settings = EngineSettings(plan, trace.DEVICE, config.optim, config.train)
         engine = trace.make_fake_engine(built, settings)
         for stage in engine.stages:
-            stage.module.within_documents = False
+            stage.module.uses_document_attention = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [train_step(engine, batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
@@ -329,8 +329,8 @@ def test_a_stage_holds_its_own_blocks_where_blocks_differ(tmp_path, stages):
     for place in range(stages):
         built = build(base, torch.float32, TuneConfig(method="full"), 0, weights=False)
         plan = StepPlan.for_model(built, Layout(1, 1, pipeline=stages), ParallelConfig())
-        own = sum(p.numel() for p in cut_stages(built, plan, place)[0].module.parameters())
-        assert sum(weights.num_values for weights in plan.rank_weights(place)) == own
-        plans.append((plan.num_mixture_blocks(place), len(plan.rank_blocks(place))))
+        own = sum(p.numel() for p in split_into_stages(built, plan, place)[0].module.parameters())
+        assert sum(weights.num_values for weights in plan.weights_of_rank(place)) == own
+        plans.append((plan.num_mixture_blocks(place), len(plan.blocks_of_rank(place))))
     assert sum(mixtures for mixtures, _ in plans) == 4
     assert sum(blocks for _, blocks in plans) == 5

@@ -28,15 +28,15 @@ def simulate(ranks, chunks, num_micro):
             if stage != (0 if at.kind == "forward" else last):
                 if not inbox:
                     continue
-                assert inbox.popleft() == (stage, at.micro), "messages come in another order"
+                assert inbox.popleft() == (stage, at.micro_batch), "messages come in another order"
             plan.popleft()
             moved = True
             in_flight[rank] += 1 if at.kind == "forward" else -1
             most[rank] = max(most[rank], in_flight[rank])
             if at.kind == "forward" and stage < last:
-                edges[(rank + 1) % ranks, "forward"].append((stage + 1, at.micro))
+                edges[(rank + 1) % ranks, "forward"].append((stage + 1, at.micro_batch))
             if at.kind == "backward" and stage > 0:
-                edges[(rank - 1) % ranks, "backward"].append((stage - 1, at.micro))
+                edges[(rank - 1) % ranks, "backward"].append((stage - 1, at.micro_batch))
         assert moved, "every rank waits"
     assert not any(edges.values())
     return most
@@ -62,8 +62,8 @@ def test_every_pass_comes_once_and_forward_before_backward():
     done = set()
     for at in passes:
         if at.kind == "backward":
-            assert (at.chunk, at.micro) in done
-        done.add((at.chunk, at.micro))
+            assert (at.chunk, at.micro_batch) in done
+        done.add((at.chunk, at.micro_batch))
 
 
 @pytest.mark.parametrize(

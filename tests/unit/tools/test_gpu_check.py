@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import gpu_check  # noqa: E402 - it lies beside what it imports
 import gpu_jobs  # noqa: E402
 import gpu_ladder  # noqa: E402
-from gpu_losses import COMPILED, EAGER, Variant, bound_of, references_of  # noqa: E402
+from gpu_losses import COMPILED_VARIANTS, EAGER_VARIANTS, Variant, bound_of, references_of  # noqa: E402
 from gpu_parts import Check, Part, run_parts  # noqa: E402
-from gpu_qlora import most_blocks  # noqa: E402
+from gpu_qlora import find_max_blocks  # noqa: E402
 from gpu_task import Task  # noqa: E402
 
 TELL = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); from gpu_task import Task; "
@@ -182,7 +182,7 @@ def test_a_part_that_is_not_there_is_refused(capsys):
 
 
 def test_the_runs_cover_each_method_with_each_way():
-    runs = [*EAGER, *COMPILED]
+    runs = [*EAGER_VARIANTS, *COMPILED_VARIANTS]
     assert len({one.name for one in runs}) == len(runs)
     for method in ("lora", "full", "dora", "qlora"):
         own = [one for one in runs if one.method == method]
@@ -214,10 +214,10 @@ def test_as_many_blocks_are_measured_as_time_and_memory_allow():
         }
 
     found = {2: took(2), 8: took(8)}
-    assert most_blocks(found, 5, left_s=4 + 20 * 3.5, room_bytes=80 * 10**9) == 20
-    assert most_blocks(found, 5, left_s=1000.0, room_bytes=30 * 10**9) == 20
-    assert most_blocks(found, 5, left_s=10.0, room_bytes=80 * 10**9) < 8
-    assert most_blocks(found, 5, left_s=4 + 20 * 3.5, room_bytes=None) == 20
+    assert find_max_blocks(found, 5, left_s=4 + 20 * 3.5, room_bytes=80 * 10**9) == 20
+    assert find_max_blocks(found, 5, left_s=1000.0, room_bytes=30 * 10**9) == 20
+    assert find_max_blocks(found, 5, left_s=10.0, room_bytes=80 * 10**9) < 8
+    assert find_max_blocks(found, 5, left_s=4 + 20 * 3.5, room_bytes=None) == 20
 
 
 DIES = """
@@ -242,7 +242,7 @@ def test_runs_go_on_behind_one_that_ends_its_process(tmp_path, monkeypatch):
     assert launch.codes == [0, 3, 3, 0, 3]
 
 
-FREE = [5.0, 4.0]
+FREE_RUN = [5.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ FREE = [5.0, 4.0]
 def test_a_ladder_is_judged_by_how_each_start_ended_and_by_the_losses(
     tmp_path, codes, rungs, losses, said
 ):
-    for name, some in ((gpu_ladder.FREE, FREE), (gpu_ladder.LIMITED, losses)):
+    for name, some in ((gpu_ladder.FREE_RUN, FREE_RUN), (gpu_ladder.LIMITED_RUN, losses)):
         run_dir = gpu_jobs.run_of(tmp_path, name)
         run_dir.mkdir()
         lines = [json.dumps({"step": n + 1, "loss": loss}) for n, loss in enumerate(some)]

@@ -17,7 +17,7 @@ from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from gpu_cards import CARDS, LEAST_US  # noqa: E402
+from gpu_cards import CARDS, MIN_KERNEL_US  # noqa: E402
 from gpu_cost import cost  # noqa: E402
 from gpu_kernels import Kernel, Steps  # noqa: E402
 
@@ -79,8 +79,8 @@ def test_joint_kernels_read_and_write_once():
         kernel("base products", [4], [5]),
     ]
     eager, joint = counted(*events), counted(*events, compiled=True)
-    assert eager.us["norms"] == pytest.approx(5 * MB / CARD.bytes_s * 1e6)
-    assert joint.us["norms"] == pytest.approx(2 * MB / CARD.bytes_s * 1e6)
+    assert eager.us["norms"] == pytest.approx(5 * MB / CARD.bytes_per_s * 1e6)
+    assert joint.us["norms"] == pytest.approx(2 * MB / CARD.bytes_per_s * 1e6)
     assert (eager.launches, joint.launches) == (4, 3)
     assert joint.us["base products"] == eager.us["base products"]
 
@@ -96,12 +96,12 @@ def test_what_the_backward_pass_alone_reads_is_made_again():
     ]
     joint = counted(*events, compiled=True)
     # Forward 2 -> 4; backward 2, 6 -> 7. Storage 3 is neither written nor read.
-    assert joint.us["norms"] == pytest.approx(5 * MB / CARD.bytes_s * 1e6)
+    assert joint.us["norms"] == pytest.approx(5 * MB / CARD.bytes_per_s * 1e6)
 
 
 def test_messages_are_hidden_by_what_runs_beside_them():
     flops = CARD.matmul[torch.bfloat16] * 1e-3  # a millisecond
-    message = {"message": CARD.link_s * 3e-3, "fusible": False, "in_block": False}
+    message = {"message": CARD.link_bytes_per_s * 3e-3, "fusible": False, "in_block": False}
     product = kernel("base products", [1], [2], flops=flops)
     alone = [kernel("messages", [3], [4], 1, **message), ("wait", 0, 1), product]
     beside = [kernel("messages", [3], [4], 1, **message), product, product, ("wait", 0, 1), product]
@@ -114,5 +114,5 @@ def test_messages_are_hidden_by_what_runs_beside_them():
 def test_the_gpu_waits_for_the_host_where_kernels_are_short():
     short = [kernel("norms", [], []) for _ in range(10)]
     found = counted(*short, kernel("base products", [], []))
-    assert found.us == {"base products": LEAST_US, "norms": pytest.approx(10 * LEAST_US)}
-    assert found.host_us == pytest.approx(11 * CARD.launch_us - 10 * LEAST_US)
+    assert found.us == {"base products": MIN_KERNEL_US, "norms": pytest.approx(10 * MIN_KERNEL_US)}
+    assert found.host_us == pytest.approx(11 * CARD.launch_us - 10 * MIN_KERNEL_US)

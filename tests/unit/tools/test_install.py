@@ -34,7 +34,9 @@ NEEDS_TORCH = {"peft": "torch>=1.13.0", "transformers": "torch>=2.6", "deepspeed
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an empty wheel for each package, and a torch that must not be taken."""
     folder = tmp_path_factory.mktemp("wheels")
-    names = {install._name(r) for r in install._wanted(_arguments("--zero"))} | {"mpi4py"}
+    names = {install._name(r) for r in install._list_requirements(_arguments("--zero"))} | {
+        "mpi4py"
+    }
     for name in names:
         wheel(folder, name, "99.0" if name != "transformers" else "5.20", NEEDS_TORCH.get(name))
     wheel_of_setuptools(folder)
@@ -90,7 +92,7 @@ def run(python: Path, venv: Path, wheels: Path, *words: str, **environ: str) -> 
 def packages_of(venv: Path) -> set[str]:
     """Return what is in an environment itself."""
     folders = venv.glob("lib/python*/site-packages/*.dist-info")
-    return {install._plain(folder.name.partition("-")[0]) for folder in folders}
+    return {install._normalize_name(folder.name.partition("-")[0]) for folder in folders}
 
 
 def _arguments(*words: str) -> argparse.Namespace:

@@ -40,7 +40,7 @@ def test_what_was_tried_anew_takes_the_place_of_what_was_said_and_the_rest_stays
     old.notes.append(Note("mixtral", "", "it has experts."))
     new = page(["jamba", "mixtral"], ["lora", "qlora"], "2e-07")
     layouts = ["zero3", "tensor", "expert", "expert4"]
-    found = old.updated(new, ["jamba", "mixtral"], ["lora", "qlora"], layouts)
+    found = old.update(new, ["jamba", "mixtral"], ["lora", "qlora"], layouts)
     untried = {("jamba", "dora"), ("bamba", "lora"), ("bamba", "dora")}
     assert found.rows == {
         **{key: old.rows[key] for key in untried},
@@ -61,7 +61,7 @@ def test_what_was_tried_anew_takes_the_place_of_what_was_said_and_the_rest_stays
 def test_what_is_refused_now_has_no_rows_any_more():
     old = page(["bamba", "jamba"], ["lora"], "1e-07")
     no = Note("jamba", "", "no.")
-    found = old.updated(Page(notes=[no]), ["jamba"], ["lora"], ["one"])
+    found = old.update(Page(notes=[no]), ["jamba"], ["lora"], ["one"])
     assert set(found.rows) == {("bamba", "lora")}
     assert no in found.notes
     assert "- **in all** (jamba): no.\n" in found.text("torch", KNOWN)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model import load, stock_reference
-from hpc_tune.model.experts import num_chosen_experts, num_experts
+from hpc_tune.model.experts import num_experts, num_experts_per_token
 from hpc_tune.model.load import load_weights
 from hpc_tune.model.stock_reference import (
     MAX_VOCABULARY,
@@ -254,7 +254,7 @@ def test_biases_of_a_routers_choice_that_are_not_loaded_are_found(monkeypatch):
 def test_a_token_of_a_small_mixture_has_experts_to_choose_from(kind):
     small = shrink_config(config_of(kind, **GEMMA if kind == "gemma4_text" else {}), 2)
     groups = getattr(small, "n_group", None) or 1
-    assert num_experts(small) >= 2 * num_chosen_experts(small) == 16
+    assert num_experts(small) >= 2 * num_experts_per_token(small) == 16
     assert num_experts(small) % groups == 0
 
 
@@ -299,7 +299,7 @@ def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypa
 def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores, count, nearest):
     with TopKGapRecorder() as choices:
         torch.topk(torch.tensor(scores), count, dim=-1)
-    assert choices.nearest == nearest
+    assert choices.smallest_gap == nearest
 
 
 @pytest.mark.parametrize("kind", ["lfm2_moe", "jamba"])

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hpc_tune.config.constraints import why_not_compiled
+from hpc_tune.config.constraints import find_compile_obstacle
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.compile import compiling_in_process
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny_model
-from hpc_tune.model.loss import write_exponentials_fusible
+from hpc_tune.model.loss import write_fusible_exponentials
 from hpc_tune.train.startup import compile_trial
 from hpc_tune.train.startup.compile_trial import (
     MIN_TOLERANCES,
@@ -107,7 +107,7 @@ def test_a_compiled_loss_that_is_something_else_is_found(monkeypatch, which):
     def compile_wrongly(function):
         def computed(*args, **kwargs):
             out = function(*args, **kwargs)
-            if function is write_exponentials_fusible:
+            if function is write_fusible_exponentials:
                 logits_SV, _, losses_S1, _ = args
                 (losses_S1 if which == "losses" else logits_SV).mul_(1.01)
             return out
@@ -144,10 +144,10 @@ def test_gradients_may_be_as_far_from_fp32_as_without_the_compiler():
 def test_settings_that_do_not_go_with_compiled_blocks_are_said(words, said):
     config = config_of(*words)
     sections = config.parallel, config.tune, config.train
-    assert said in (found := why_not_compiled(*sections, False))
+    assert said in (found := find_compile_obstacle(*sections, False))
     assert bool(said) == bool(found)
     assert not config.train.compiles
-    assert "routers" in why_not_compiled(*sections, True)
+    assert "routers" in find_compile_obstacle(*sections, True)
 
 
 def job_on(device, config):

@@ -100,7 +100,7 @@ def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words)
 def test_moments_in_8_bits_that_take_long_or_gain_nothing_are_told_of(
     name, num_trained, spared, device, words
 ):
-    size = ModelSize(0, num_trained, 0, 4 * num_trained, spared_bytes=spared)
+    size = ModelSize(0, num_trained, 0, 4 * num_trained, moment_savings_bytes=spared)
     told = list(warn_useless_8bit_optimizer(OptimConfig(name=name), size, torch.device(device)))
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
@@ -306,7 +306,7 @@ def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
     ],
 )
 def test_it_is_said_how_a_float8_base_is_multiplied(monkeypatch, base_dtype, why, said):
-    monkeypatch.setattr(describe, "why_no_float8_matmuls", lambda *_: why)
+    monkeypatch.setattr(describe, "explain_missing_float8_matmuls", lambda *_: why)
     config = SimpleNamespace(tune=SimpleNamespace(base_dtype=base_dtype))
     model = SimpleNamespace(config=config, built=SimpleNamespace(dtype=torch.bfloat16))
     assert describe.describe_float8_base(model, torch.device("cpu")) == said

@@ -13,7 +13,7 @@ from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.train.evaluate import Evaluation, restore_evals
-from hpc_tune.train.startup.describe import warn_best_not_kept
+from hpc_tune.train.startup.describe import warn_best_weights_not_saved
 
 
 def saved(held_out, *losses):
@@ -123,5 +123,5 @@ def test_the_reason_says_what_was_best():
 )
 def test_a_best_that_would_be_lost_is_told_of(settings, said):
     config = load_config(None, ["train.eval_every_steps=5", *settings])
-    told = list(warn_best_not_kept(config.train, config.checkpoint))
+    told = list(warn_best_weights_not_saved(config.train, config.checkpoint))
     assert [said in text for text in told] == ([] if said is None else [True])

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.rundir.outcome import PreviousRun
-from hpc_tune.train.governor import Governor, loader_levers
+from hpc_tune.train.governor import Governor, make_loader_actions
 
 SPLIT = Action.SPLIT_MICRO_BATCHES
 
@@ -15,15 +15,17 @@ SPLIT = Action.SPLIT_MICRO_BATCHES
 def started(previous, mode="on", without=(), device=None):
     """Return what a governor has taken at its start, and how often each lever was pulled."""
     pulled = {}
-    levers = {
+    memory_actions = {
         action: ActionHandle(
             lambda times, action=action: pulled.setdefault(action.value, str(times)),
-            most=2 if action == SPLIT else 1,
+            max_times=2 if action == SPLIT else 1,
         )
         for action in tuple(Action)[:-1]
         if action not in without
     }
-    governor = Governor(None, SimpleNamespace(mode=mode, device=device), None, levers, previous)
+    governor = Governor(
+        None, SimpleNamespace(mode=mode, device=device), None, memory_actions, previous
+    )
     return governor.actions_taken, pulled
 
 
@@ -43,7 +45,7 @@ def test_a_start_takes_the_actions_of_the_last_run_again():
     ],
 )
 def test_where_memory_ended_the_last_run_one_costly_action_more_is_taken(before, added):
-    taken, pulled = started(PreviousRun(before, short_of="host"))
+    taken, pulled = started(PreviousRun(before, exhausted_memory="host"))
     assert taken == [*before, *added]
     assert set(pulled) == set(taken)
 
@@ -55,14 +57,14 @@ def test_an_action_that_has_no_lever_any_more_is_left_out():
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
 def test_a_governor_that_only_observes_takes_nothing(mode):
-    assert started(PreviousRun(("recompute",), short_of="host"), mode) == ([], {})
+    assert started(PreviousRun(("recompute",), exhausted_memory="host"), mode) == ([], {})
 
 
 @pytest.mark.parametrize(("micro_size", "rows"), [(1, []), (2, [1]), (6, [3, 1]), (8, [4, 2, 1])])
 def test_micro_batches_are_halved_until_they_have_one_row(micro_size, rows):
     loader = SimpleNamespace(micro_size=micro_size, set_micro_size=lambda rows: sizes.append(rows))
-    lever, sizes = loader_levers(loader, [Path("data.h5")])[SPLIT], []
-    assert [lever.apply_times(times) for times in range(1, lever.most + 1)] == [
+    lever, sizes = make_loader_actions(loader, [Path("data.h5")])[SPLIT], []
+    assert [lever.apply_times(times) for times in range(1, lever.max_times + 1)] == [
         f"micro-batches of {n} rows" for n in rows
     ]
     assert sizes == rows
@@ -73,6 +75,8 @@ def test_micro_batches_are_halved_until_they_have_one_row(micro_size, rows):
 def test_what_saves_keep_is_given_back_before_anything_is_given_up():
     """TRIM comes first."""
     given_back = []
-    levers = loader_levers(SimpleNamespace(micro_size=1), [], lambda: given_back.append(True))
-    assert "given back by rank 0" in levers[Action.TRIM].apply_times(0)
+    memory_actions = make_loader_actions(
+        SimpleNamespace(micro_size=1), [], lambda: given_back.append(True)
+    )
+    assert "given back by rank 0" in memory_actions[Action.TRIM].apply_times(0)
     assert given_back == [True]

@@ -130,7 +130,7 @@ def test_the_parts_of_a_tied_embedding_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="head of this model is its embedding"):
             build(tmp_path / "tiny", torch.float32, config.tune, seed=0)
     tune = settings("unused", tmp_path, "tune.modules_to_save=[norm]").tune
-    assert build(tmp_path / "tiny", torch.float32, tune, seed=0).tied
+    assert build(tmp_path / "tiny", torch.float32, tune, seed=0).tied_name
 
 
 def test_in_bf16_they_are_kept_in_fp32_and_computed_in_bf16(model_dir):

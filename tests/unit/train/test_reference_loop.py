@@ -73,7 +73,7 @@ def documents_of_each_step(config):
     order = PackedSampler(
         store.length_values,
         store.length_counts,
-        store.by_length,
+        store.documents_by_length,
         SampleOrder(SEQ_LEN, packing=True, seed=SEED),
     )
     for step in range(STEPS):

@@ -126,7 +126,7 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     counters = [EnergyCounter("CPUs", "a package", lambda: float(next(used)))]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(
-        train_run, "RunEnergyMeter", partial(RunEnergyMeter, counters_of=lambda g: counters)
+        train_run, "RunEnergyMeter", partial(RunEnergyMeter, find_counters=lambda g: counters)
     )
     words = [*SMALL, f"data.path={_rows(tmp_path)}", f"run.dir={tmp_path / 'run'}"]
     words += [f"data.cache={tmp_path / 'data'}", "train.max_steps=4", "run.report=true"]

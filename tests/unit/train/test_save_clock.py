@@ -21,13 +21,13 @@ FAILED = {"status": "failed", "exit_code": 1, "asked": False, "lost_nodes": Fals
 @pytest.mark.parametrize(("every_minutes", "due_s"), [(30.0, 300), (15.0, 300), (2.0, 120)])
 def test_the_first_save_is_due_after_five_minutes_at_most(tmp_path, every_minutes, due_s):
     clock = SaveClock(every_minutes, tmp_path, 1)
-    assert clock.due_in_s == pytest.approx(due_s, abs=5)
+    assert clock.time_until_due_s == pytest.approx(due_s, abs=5)
     clock.record_save_start()
-    assert clock.due_in_s == pytest.approx(60 * every_minutes, abs=5)
+    assert clock.time_until_due_s == pytest.approx(60 * every_minutes, abs=5)
 
 
 def test_without_a_clock_no_save_is_due(tmp_path):
-    assert SaveClock(None, tmp_path, 1).due_in_s == math.inf
+    assert SaveClock(None, tmp_path, 1).time_until_due_s == math.inf
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_limits_and_what_is_not_measured_yet_are_said(history, minutes, text):
 def test_auto_follows_what_each_save_costs(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "NODE_DAYS_PER_FAILURE", 1.0)
     clock = SaveClock("auto", tmp_path, 1)
-    assert clock.due_in_s == pytest.approx(300, abs=5)
+    assert clock.time_until_due_s == pytest.approx(300, abs=5)
     clock.record_save_start()
-    assert clock.due_in_s == pytest.approx(1800, abs=5)
+    assert clock.time_until_due_s == pytest.approx(1800, abs=5)
     clock.record_wait(8.0)
-    assert clock.due_in_s == pytest.approx(1175.755, abs=5)
+    assert clock.time_until_due_s == pytest.approx(1175.755, abs=5)
     clock.record_wait(32.0)  # the median is 20
-    assert clock.due_in_s == pytest.approx(math.sqrt(2 * 20 * DAY_S), abs=5)
+    assert clock.time_until_due_s == pytest.approx(math.sqrt(2 * 20 * DAY_S), abs=5)
 
 
 @pytest.mark.parametrize(

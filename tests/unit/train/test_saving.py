@@ -139,7 +139,7 @@ class CopyingDevice:
         pass
 
     def close(self):
-        self._block_pool.put_back(self._blocks)
+        self._block_pool.return_blocks(self._blocks)
 
 
 def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_pat
     monkeypatch.setattr(torch, "empty", on_host)
     device = partial(CopyingDevice, seen=kept)
     saver = saver_of(tmp_path / "run", limit_s=60.0, device=device, can_allocate=admit)
-    lever = saver.levers[Action.SAVE_IN_PIECES].apply_times
+    lever = saver.memory_actions[Action.SAVE_IN_PIECES].apply_times
 
     def save(step):
         made.clear()

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpc_tune.config.data import DataConfig, HeldOutSource, TrainedSource
+from hpc_tune.config.data import DataConfig, HeldOutSource, TrainingSource
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder, compute_progress
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
@@ -126,7 +126,7 @@ def test_what_a_run_reaches_is_its_shares_and_passes():
 
 def test_too_many_passes_are_refused_and_more_than_one_is_said():
     parts = {"a": part(10, weight=0.5), "b": part(10, weight=0.5)}
-    sources = [TrainedSource(path=n, weight=0.5, max_epochs=4) for n in "ab"]
+    sources = [TrainingSource(path=n, weight=0.5, max_epochs=4) for n in "ab"]
     assert list(check_source_repeats(sources, [MixturePhase(parts)], 20)) == []
     (line,) = check_source_repeats(sources, [MixturePhase(parts)], 30)
     assert "the run passes over a 1.50 times, b 1.50 times" in line
@@ -138,7 +138,7 @@ def test_too_many_passes_are_refused_and_more_than_one_is_said():
 def test_held_out_sources_are_read_as_the_source_of_their_name():
     data = DataConfig(
         path=None,
-        sources=[TrainedSource(path="a.jsonl", weight=1, columns={"q": "prompt"}, limit=5)],
+        sources=[TrainingSource(path="a.jsonl", weight=1, columns={"q": "prompt"}, limit=5)],
         eval_sources=[
             HeldOutSource(path="x.jsonl", name="a"),
             HeldOutSource(path="y.jsonl", loss_on="all"),
@@ -178,14 +178,14 @@ def test_sources_of_different_forms_and_templates_are_one_stream(tmp_path, model
     rows, training, held_out = opened(
         model,
         [
-            TrainedSource(path=str(chats), weight=0.6),
-            TrainedSource(
+            TrainingSource(path=str(chats), weight=0.6),
+            TrainingSource(
                 path=str(questions),
                 weight=0.3,
                 columns={"ask": "prompt", "say": "completion"},
                 chat_template=str(tmp_path / "plain.jinja"),
             ),
-            TrainedSource(path=str(texts), weight=0.1, loss_on="all", limit=8),
+            TrainingSource(path=str(texts), weight=0.1, loss_on="all", limit=8),
         ],
         eval_fraction=0.2,
     )
@@ -213,8 +213,8 @@ def test_what_is_wrong_with_one_source_is_said_by_its_name(tmp_path, model):
 
     def said(other, **settings):
         sources = [
-            TrainedSource(path=str(good), weight=0.5),
-            TrainedSource(path=str(other), name="other", weight=0.5, **settings),
+            TrainingSource(path=str(good), weight=0.5),
+            TrainingSource(path=str(other), name="other", weight=0.5, **settings),
         ]
         with pytest.raises(DataError) as raised:
             opened(model, sources)
@@ -232,7 +232,7 @@ def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_p
     raw = write_jsonl(tmp_path / "raw.jsonl", [chat(f"q{n}", "a") for n in range(40)])
     tokenizer = LazyTokenizer(model, None).tokenizer
     prepare_data(str(raw), tmp_path / "p.h5", tokenizer, PrepareSettings(100))
-    sources = [TrainedSource(path=str(tmp_path / "p.h5"), name="p", epochs=2)]
+    sources = [TrainingSource(path=str(tmp_path / "p.h5"), name="p", epochs=2)]
     data = DataConfig(path=None, sources=sources, seq_len=100)
     ready, repeated = describe_planned_sources(data, TrainConfig(), 4)
     assert ready.startswith("source  p, epochs 2: ")
@@ -240,7 +240,7 @@ def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_p
     assert "passes over p 2.00 times" in repeated
     with pytest.raises(ConfigError, match=re.escape("pass over p 6.00 times (max_epochs=4)")):
         list(describe_planned_sources(data, TrainConfig(epochs=3), 4))
-    mixed = [*sources, TrainedSource(path=str(raw), epochs=1)]
+    mixed = [*sources, TrainingSource(path=str(raw), epochs=1)]
     (line,) = describe_planned_sources(data.model_copy(update={"sources": mixed}), TrainConfig(), 4)
     assert "of which raw not prepared yet" in line
     assert list(describe_planned_sources(DataConfig(), TrainConfig(), 4)) == []
@@ -248,13 +248,13 @@ def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_p
 
 def test_a_file_of_two_sources_is_said(tmp_path, model, caplog):
     path = str(write_jsonl(tmp_path / "d.jsonl", [chat(f"q{n}", "a") for n in range(9)]))
-    opened(model, [TrainedSource(path=path, name=name, weight=0.5) for name in "ab"])
+    opened(model, [TrainingSource(path=path, name=name, weight=0.5) for name in "ab"])
     assert f"data.sources: a and data.sources: b both read {path}" in caplog.text
 
 
 def test_a_limit_above_what_there_is_is_said(tmp_path, model, caplog):
     good = write_jsonl(tmp_path / "good.jsonl", [chat(f"q{n}", "a") for n in range(3)])
-    rows, training, _ = opened(model, [TrainedSource(path=str(good), weight=1, limit=9)])
+    rows, training, _ = opened(model, [TrainingSource(path=str(good), weight=1, limit=9)])
     assert "limit=9, but it has only 3 documents" in caplog.text
     assert training[0].limit is None
     assert rows.phase.parts["good"].limit is None

@@ -139,7 +139,7 @@ class Engine:
         self._fails, self.can_repeat_steps, self.num_updates = fails, can_repeat_steps, 0
         self.num_accumulated = 0
 
-    def objective_sums(self, batches, objective, within_step):
+    def objective_sums(self, batches, objective, is_within_step):
         if self._fails == "comparing":
             raise torch.OutOfMemoryError(ERROR)
         yield from ()

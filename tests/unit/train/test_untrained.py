@@ -8,7 +8,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny_model
-from hpc_tune.train.model import _require_supported, _require_trained_targets
+from hpc_tune.train.model import _require_supported_settings, _require_trained_targets
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck
 
 PART = "model.layers.*.self_attn.k_proj"
@@ -67,4 +67,6 @@ def test_nothing_is_said_of_what_is_not_trained(base, untrained, caplog):
 def test_adapters_that_fail_in_the_trial_are_refused(method, said):
     tune = TuneConfig(method=method)
     with pytest.raises(ConfigError, match=said):
-        _require_supported(ArchitectureCheck(adapters="it fails"), "llama", ParallelConfig(), tune)
+        _require_supported_settings(
+            ArchitectureCheck(adapters="it fails"), "llama", ParallelConfig(), tune
+        )

@@ -48,7 +48,7 @@ def test_losses_and_gradient_norms_are_those_of_stock_parts(method, tmp_path, mo
     words = (f"tune.method={method}", "optim.lr=1e-3", "batch.micro_size=2")
     config = settings(tmp_path / "run", data, *words)
     # Chunks of the head, so that weights have to be cut with them.
-    monkeypatch.setattr("hpc_tune.model.loss.TRAINED_LOGITS_BYTES", 1)
+    monkeypatch.setattr("hpc_tune.model.loss.TRAINED_HEAD_LOGITS_BYTES", 1)
     assert run(config, StopAfter(None)) == 0
     stock = stock_losses(config, tmp_path / "run", tmp_path / "run" / "builtin-tiny")
     assert worst_gap(losses(tmp_path / "run"), [loss for loss, _ in stock]) < 1e-5

@@ -169,7 +169,7 @@ def test_damaged_checkpoints(folder, drawn):
     changed = drawn if isinstance(drawn, bytes) else damaged(data, drawn)
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(changed)
     store = Store(checkpoint.parent, 1)
-    assert store.latest() == (checkpoint if changed == data else None)
+    assert store.latest_checkpoint() == (checkpoint if changed == data else None)
     assert (checkpoint / "rank-0-of-1.safetensors").read_bytes() == changed
 
 
@@ -300,6 +300,6 @@ def test_what_lies_in_run_directories(folder, drawn):
     outcome.read_heartbeats(folder)
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
-        watch_runs(folder, 1.0, once=True)
+        watch_runs(folder, 1.0, show_once=True)
     drop_lines_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

@@ -8,7 +8,7 @@ import torch
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import resolve_dtype
 from hpc_tune.model.float8 import check_float8
-from hpc_tune.model.kernels import why_experts_loop
+from hpc_tune.model.kernels import explain_expert_loop
 from hpc_tune.world.device import Architecture, find_architecture
 
 GPU = torch.device("cuda", 0)
@@ -51,7 +51,7 @@ def test_of_amd_the_architecture_counts(monkeypatch, gfx, capability, name, floa
     assert can(found, {"ROCM_ALLOW_GROUP_GEMM_CK": "1"}) == {**able, "groups": True}
     assert resolve_dtype("auto", GPU) == torch.bfloat16
     monkeypatch.delenv("ROCM_ALLOW_GROUP_GEMM_CK", raising=False)
-    assert why_experts_loop(torch.bfloat16, GPU).endswith(
+    assert explain_expert_loop(torch.bfloat16, GPU).endswith(
         "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950, this is bfloat16 on "
         f"architecture {gfx}"
     )

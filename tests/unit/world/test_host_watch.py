@@ -50,7 +50,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 1.5)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_DELAY_S", 1.5)
     # The timer would end the tests' own process, however long it is.
     monkeypatch.setattr(liveness, "exit_soon", lambda: None)
     made = World()
@@ -92,11 +92,11 @@ def test_a_rank_that_has_said_why_the_world_ends_is_not_gone_and_its_code_is_eve
 
 
 def test_ranks_that_leave_when_they_are_told_are_not_named_as_gone(world):
-    world.watches[0]._ended = {2: 100.0, 1: 101.2}
+    world.watches[0]._end_times_s = {2: 100.0, 1: 101.2}
     assert world.watches[0].ended_ranks() == {2}
-    world.watches[0]._ended = {2: 100.0, 1: 100.1}
+    world.watches[0]._end_times_s = {2: 100.0, 1: 100.1}
     assert world.watches[0].ended_ranks() == {1, 2}
-    world.watches[0]._ended = {}
+    world.watches[0]._end_times_s = {}
 
 
 def wait_for_ended(watch):
@@ -109,14 +109,14 @@ def wait_for_ended(watch):
 
 def test_every_survivor_knows_which_ranks_have_ended(world, monkeypatch):
     """Rank 1, on a third host, has no connection to rank 2."""
-    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 3600.0)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_DELAY_S", 3600.0)
     world.connection(2).shutdown(socket.SHUT_RDWR)
     assert [wait_for_ended(world.watches[rank]) for rank in (0, 1)] == [{2}, {2}]
 
 
 def test_where_rank_0s_host_ends_every_survivor_names_its_ranks(world, monkeypatch):
     """Had one of them lived, it would have ended the world."""
-    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_AFTER_S", 3600.0)
+    monkeypatch.setattr(liveness, "EMPTY_NODE_REPORT_DELAY_S", 3600.0)
     roster = (Peer(0, 0, "n0", 1), Peer(1, 0, "n0", 2), Peer(2, 2, "n2", 3))
     world.watches[2]._comm.roster = roster
     for peer in [*world.watches[0]._ranks]:
@@ -134,7 +134,7 @@ def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world)
         for rank, (was, node) in enumerate(zip(old, (0, 1, 2), strict=True))
     )
     world.watches[0].renumber(now, old)
-    world.watches[0]._ended = {2: 100.0}
+    world.watches[0]._end_times_s = {2: 100.0}
     assert world.watches[0].ended_ranks() == {1}
     assert (
         str(world.watches[0]._ended_ranks_error({2}))
@@ -154,7 +154,7 @@ def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world)
         "lost_hosts": ["n1"],
         "lost_ranks": [1],
     }
-    world.watches[0]._ended = {}
+    world.watches[0]._end_times_s = {}
 
 
 def test_the_kernel_asks_on_both_sides_and_gives_up_within_the_limit(world):

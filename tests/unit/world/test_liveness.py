@@ -74,7 +74,7 @@ ELSEWHERE = {
     ("StallWatch", "TORCH_TIMEOUT_MARGIN_S"): "world/bootstrap.py",
     ("time_limit", "SHUTDOWN_LIMIT_S"): "world/bootstrap.py",
     ("HeartbeatFile", "HEARTBEAT_EVERY_S"): "memory/monitor.py",
-    ("HeartbeatFile", "HEARTBEAT_DEAD_S"): "checkpoint/locate.py",
+    ("HeartbeatFile", "DEAD_HEARTBEAT_S"): "checkpoint/locate.py",
 }
 
 
@@ -122,14 +122,14 @@ def test_all_ranks_have_left_within_half_a_minute_of_the_loss_of_a_host():
 
 def test_who_is_told_of_the_end_of_a_rank_leaves_later_than_those_that_ended_with_it():
     assert (
-        liveness.ENDED_TOGETHER_WITHIN_S
-        < liveness.EMPTY_NODE_REPORT_AFTER_S
-        < liveness.RANK_END_REPORTED_WITHIN_S
+        liveness.JOINT_END_WINDOW_S
+        < liveness.EMPTY_NODE_REPORT_DELAY_S
+        < liveness.RANK_END_REPORT_LIMIT_S
     )
 
 
 def test_a_run_writes_often_enough_to_count_as_alive():
-    assert 2 * liveness.HEARTBEAT_EVERY_S < liveness.HEARTBEAT_LATE_S < liveness.HEARTBEAT_DEAD_S
+    assert 2 * liveness.HEARTBEAT_EVERY_S < liveness.LATE_HEARTBEAT_S < liveness.DEAD_HEARTBEAT_S
     assert 10 * liveness.LOCK_TOUCH_EVERY_S < liveness.LOCK_STALE_S
 
 

@@ -33,7 +33,7 @@ def comm():
 def ended(monkeypatch):
     """What the world was ended with, once the others have had no time to."""
     monkeypatch.setattr(liveness, "exit_soon", lambda: None)
-    monkeypatch.setattr(liveness, "NCCL_CAUSE_KNOWN_WITHIN_S", 0.05)
+    monkeypatch.setattr(liveness, "NCCL_CAUSE_LIMIT_S", 0.05)
     return queue.Queue()
 
 
@@ -67,11 +67,10 @@ def test_the_ranks_new_number_is_named_once_ranks_are_in_another_order(ended):
 
 
 def test_whoever_hears_of_a_ranks_end_speaks_first(ended, monkeypatch):
-    assert liveness.NCCL_CAUSE_KNOWN_WITHIN_S < 1
+    assert liveness.NCCL_CAUSE_LIMIT_S < 1
     monkeypatch.undo()
     assert (
-        liveness.NCCL_CAUSE_KNOWN_WITHIN_S
-        > liveness.RANK_END_REPORTED_WITHIN_S + liveness.NCCL_LOOK_EVERY_S
+        liveness.NCCL_CAUSE_LIMIT_S > liveness.RANK_END_REPORT_LIMIT_S + liveness.NCCL_CHECK_EVERY_S
     )
     asked = []
     watch = watched(ended, lambda: asked.append(None) or ["COMM_ERROR"])

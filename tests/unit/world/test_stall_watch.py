@@ -188,7 +188,7 @@ def test_the_trace_of_a_rank_holds_its_collectives(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(3))
-        folder = write_collectives_trace(tmp_path / "collectives", 5, on_gpu=False)
+        folder = write_collectives_trace(tmp_path / "collectives", 5, uses_gpu=False)
     finally:
         dist.destroy_process_group()
     if parse_release(torch.__version__) < (2, 11):
