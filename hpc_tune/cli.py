@@ -57,9 +57,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     first = arguments[0] if arguments else ""
     if first not in (*COMMANDS, "-h", "--help", "--version"):
         if first and not first.startswith("-") and "=" not in first:
-            known = ", ".join(COMMANDS)
+            known_names = ", ".join(COMMANDS)
             hint = config_flag_hint(first) or _suggest_name(first, COMMANDS)
-            raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
+            raise ConfigError(f"{first!r} is neither a command ({known_names}) nor key=value{hint}")
         arguments.insert(0, "train")
     # argparse reads only one group of settings; settings after another option are in ``rest``.
     options, rest = _build_parser().parse_known_args(arguments)
@@ -161,8 +161,8 @@ def _build_parser() -> _Parser:
     return parser
 
 
-def _suggest_name(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
+def _suggest_name(word: str, known_names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known_names), n=1)
     if near and word.startswith("-") and not near[0].startswith("-"):
         return f"; {near[0].upper()} is given without a name"
     return f"; did you mean {near[0]}?" if near else ""

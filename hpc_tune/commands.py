@@ -130,20 +130,22 @@ def command(*arguments: Argument) -> Callable[[CommandFunction], Command]:
     return lambda run: Command(run, arguments)
 
 
-def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs: Any) -> Argument:
+def argument(
+    name: str, kind: Any, help: str, minimum: float = -math.inf, **kwargs: Any
+) -> Argument:
     """Declare an argument: a flag (bool), a choice (tuple), or a value that ``kind`` parses."""
     if kind is bool:
         kwargs["action"] = "store_true"
     elif isinstance(kind, tuple):
         kwargs["choices"] = kind
     else:
-        kwargs["type"] = _make_argument_type(kind, least)
+        kwargs["type"] = _make_argument_type(kind, minimum)
     if isinstance(kwargs.get("default"), str | int | float):
         help += " (default: %(default)s)"
     return name, {"help": help, **kwargs}
 
 
-def _make_argument_type(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+def _make_argument_type(kind: Callable[[str], Any], minimum: float) -> Callable[[str], Any]:
     """Return a type for argparse whose errors explain what is wrong."""
 
     def read(text: str) -> Any:
@@ -153,8 +155,8 @@ def _make_argument_type(kind: Callable[[str], Any], least: float) -> Callable[[s
             number = "a whole number" if kind is int else "a number" if kind is float else None
             wrong = f"found {text}, expected {number}" if number else str(error)
             raise ArgumentTypeError(wrong) from None
-        if isinstance(value, int | float) and not value >= least:
-            raise ArgumentTypeError(f"found {text}, expected at least {least:g}")
+        if isinstance(value, int | float) and not value >= minimum:
+            raise ArgumentTypeError(f"found {text}, expected at least {minimum:g}")
         return value
 
     return read
@@ -227,7 +229,7 @@ def init(options: Namespace) -> int:
     argument(
         "file", Path, "a config of torchtune, LLaMA-Factory or axolotl, in YAML", metavar="FILE"
     ),
-    argument("--ranks", int, "ranks (GPUs) that it was made for (default: 1)", least=1),
+    argument("--ranks", int, "ranks (GPUs) that it was made for (default: 1)", minimum=1),
     argument("--out", Path, "the file to write (default: print it)"),
 )
 def convert(options: Namespace) -> int:
@@ -304,12 +306,12 @@ def _config_arguments(options: Namespace) -> list[str]:
 
 @command(
     JSON_ARGUMENT,
-    argument("--links", float, "seconds of link tests (default: 10 + 0.5 per node)", least=0),
+    argument("--links", float, "seconds of link tests (default: 10 + 0.5 per node)", minimum=0),
     argument(
         "--products",
         float,
         "seconds in which all ranks multiply matrices (default: 2 on GPUs, 0.5 on CPUs)",
-        least=0,
+        minimum=0,
     ),
     *SETTINGS_ARGUMENTS,
 )
@@ -336,7 +338,7 @@ def prepare(options: Namespace) -> int:
         metavar="DATA",
         nargs="?",
     ),
-    argument("--rows", int, "number of rows to print", least=0, default=5),
+    argument("--rows", int, "number of rows to print", minimum=0, default=5),
     *SETTINGS_ARGUMENTS,
 )
 def show(options: Namespace) -> int:
@@ -347,12 +349,12 @@ def show(options: Namespace) -> int:
 
 
 @command(
-    argument("--nodes", int, "number of nodes (default: from the slurm or pbs section)", least=1),
+    argument("--nodes", int, "number of nodes (default: from the slurm or pbs section)", minimum=1),
     argument(
         "--gpus-per-node",
         int,
         "GPUs, and so ranks, per node (default: from that section, or 8)",
-        least=1,
+        minimum=1,
     ),
     argument("--cpu", bool, "plan for ranks on CPUs, as --device-memory 0 and run.device=cpu do"),
     argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
@@ -473,8 +475,8 @@ def export(options: Namespace) -> int:
     argument("--system", str, "with --prompt: the system prompt"),
     argument("--tools", Path, "JSON file with a list of tools, as in rows of training data"),
     argument("--chat", Path, "instead of --prompt: JSON file with messages, or with a whole row"),
-    argument("--max-tokens", int, "maximum number of tokens to generate", least=1, default=128),
-    argument("--temperature", float, "sampling temperature; 0: greedy", least=0, default=0.0),
+    argument("--max-tokens", int, "maximum number of tokens to generate", minimum=1, default=128),
+    argument("--temperature", float, "sampling temperature; 0: greedy", minimum=0, default=0.0),
     argument("--seed", int, "random seed for sampling", default=0),
 )
 def generate(options: Namespace) -> int:
@@ -527,7 +529,7 @@ def report(options: Namespace) -> int:
 
 @command(
     RUN_ARGUMENT,
-    argument("--every", float, "seconds between updates", least=0.01, default=2.0),
+    argument("--every", float, "seconds between updates", minimum=0.01, default=2.0),
     argument("--once", bool, "print the current state once and exit"),
 )
 def watch(options: Namespace) -> int:

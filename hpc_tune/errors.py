@@ -93,15 +93,15 @@ class DiskError(HpcTuneError):
     exit_code = EXIT_USER_ERROR
 
     @classmethod
-    def from_os_error(cls, error: OSError, doing: str) -> "DiskError | None":
-        """Return a DiskError for ``error``, None if it is of another kind; ``doing`` met it."""
+    def from_os_error(cls, error: OSError, activity: str) -> "DiskError | None":
+        """Return a DiskError for ``error``, None if it is of another kind; ``activity`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
         if error.errno in FILE_LIMIT_ERRNOS:
-            return cls(f"{error.filename or doing}: {error.strerror}{find_remedy(error)}")
+            return cls(f"{error.filename or activity}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
-        where = f"{error.filename} cannot be written" if error.filename else doing
+        where = f"{error.filename} cannot be written" if error.filename else activity
         advice = find_remedy(error) or ". Make room, or choose a run.dir on another file system"
         return cls(f"{where}: {error.strerror}{advice}")
 

@@ -30,18 +30,18 @@ def describe_missing_permission(path: Path, of: Path | None = None) -> str:
     ``of`` is the folder whose files need the permission, ``path`` by default. If ``path`` does not
     exist or is not accessible, the nearest parent folder is described instead.
     """
-    for there in (path, *path.absolute().parents):
+    for blocked_path in (path, *path.absolute().parents):
         with suppress(OSError):
-            status = there.stat()
+            status = blocked_path.stat()
             break
     else:
         return ""
     wanted = "r" if stat.S_ISREG(status.st_mode) else "rx"
-    if _has_access(there, wanted):
+    if _has_access(blocked_path, wanted):
         wanted = "w"
-        if _has_access(there, wanted):
+        if _has_access(blocked_path, wanted):
             return ""
-    return _describe_refusal(there, status, wanted, of or there)
+    return _describe_refusal(blocked_path, status, wanted, of or blocked_path)
 
 
 def may_write(path: Path) -> bool:
@@ -59,17 +59,17 @@ def _has_access(path: Path, letters: str) -> bool:
     return os.access(path, sum(bits[letter] for letter in letters), effective_ids=True)
 
 
-def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
+def _describe_refusal(blocked_path: Path, status: os.stat_result, wanted: str, of: Path) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
-        return f"its {mode} denies this to its owner: chmod u+{wanted} {there}"
+        return f"its {mode} denies this to its owner: chmod u+{wanted} {blocked_path}"
     owner = _user_name(status.st_uid)
     group = _group_name(status.st_gid)
     me = _user_name(os.geteuid())
     is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
     regroup = "" if is_mine else f"chgrp -R to a group that includes {me}, "
     return (
-        f"{there} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For a "
+        f"{blocked_path} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For a "
         f"folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
         "and umask 002 before each run; or use a folder of your own"
     )

@@ -71,19 +71,19 @@ def read_chat(
     return _parse_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
 
 
-def _parse_chat(record: dict[str, Any], where: str) -> Chat:
+def _parse_chat(record: dict[str, Any], source: str) -> Chat:
     try:
         found = to_example(record)
     except (WrongRecord, NoLearnedTextError) as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{source}: {error}") from None
     if not isinstance(found, Chat):
         raise ConfigError(
-            f"{where}: expected a list of messages, or an object with messages (or conversations) "
+            f"{source}: expected a list of messages, or an object with messages (or conversations) "
             "and tools, as a row of training data"
         )
     if found.messages[-1]["role"] == "assistant":
         raise ConfigError(
-            f"{where}: the last message is an answer of the assistant; remove it, so the model "
+            f"{source}: the last message is an answer of the assistant; remove it, so the model "
             "gives one"
         )
     return found

@@ -28,11 +28,11 @@ CACHE_INTERNAL_NAME = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of a revision, ``why`` it was chosen, and the folders of the other revisions."""
+    """The folder of a revision, ``reason`` it was chosen, and the folders of the other revisions."""
 
     path: Path
-    why: str
-    others: tuple[Path, ...]
+    reason: str
+    other_paths: tuple[Path, ...]
 
 
 def is_repo_cache(folder: Path) -> bool:
@@ -75,22 +75,22 @@ def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
     found = list_revisions(folder)
     named = _read_ref(folder, revision)
     chosen = [path for path in found if path.name == (named or revision)]
-    why = f"refs/{revision}" if named else "as named"
+    reason = f"refs/{revision}" if named else "as named"
     if not chosen and len(revision) >= _MIN_REVISION_CHARS:
         chosen = [path for path in found if path.name.startswith(revision)]
     if not chosen and revision == _MAIN:
-        chosen, why = found, "the only one"
+        chosen, reason = found, "the only one"
     if len(chosen) != 1:
         return None
-    return Snapshot(chosen[0], why, tuple(path for path in found if path != chosen[0]))
+    return Snapshot(chosen[0], reason, tuple(path for path in found if path != chosen[0]))
 
 
 def hub_cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder that the hub's own tools use as their cache."""
     if named := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
-    others = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(environment.get("HF_HOME") or others).expanduser() / "hub"
+    cache_home = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environment.get("HF_HOME") or cache_home).expanduser() / "hub"
 
 
 def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
@@ -109,9 +109,13 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
         return None
     found = find_snapshot(folder, revision or _MAIN)
     if found is None:
-        others = ", ".join(f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5])
+        other_paths = ", ".join(
+            f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5]
+        )
         what = f"revision {revision}" if revision else "refs/main"
-        raise ValueError(f"{folder} has no {what}; name one that it has: {others or 'it has none'}")
+        raise ValueError(
+            f"{folder} has no {what}; name one that it has: {other_paths or 'it has none'}"
+        )
     return found
 
 
@@ -131,7 +135,7 @@ def advise_on_snapshots(folder: Path, setting: str) -> str | None:
         return None
     names = " or ".join(f"{setting}={path}" for path in list_revisions(cache))
     main = find_snapshot(cache)
-    which = f" ({main.why}: {main.path.name})" if main and main.others else ""
+    which = f" ({main.reason}: {main.path.name})" if main and main.other_paths else ""
     return (
         f"{setting}={folder}: a folder of the hub's cache, not of a model; name its snapshot: "
         f"{names}{which}"
@@ -167,7 +171,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
             f"{cache} is a folder of the hub's cache with {len(revisions)} revisions, and "
             f"refs/main names none of them; name one: {' or '.join(map(str, revisions[:5]))}"
         )
-    return found.path, list(found.others)
+    return found.path, list(found.other_paths)
 
 
 def identity_path(file: Path) -> Path:

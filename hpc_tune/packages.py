@@ -42,10 +42,10 @@ def explain_import_failure(error: BaseException) -> str | None:
     what = f"{package} {found}" if found else package
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
-    needs = required_versions().get(_normalize_name(package))
+    specifier = required_versions().get(_normalize_name(package))
     if remedy := _mmap_failure_remedy(lines[0]):
         return f"{text}. {remedy}"
-    text += f"; expected {package}{needs}" if needs else ""
+    text += f"; expected {package}{specifier}" if specifier else ""
     return f"{text}. {_remedy(folder)}"
 
 
@@ -184,10 +184,10 @@ def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _is_in_range(version: str, needs: str) -> bool:
+def _is_in_range(version: str, specifier: str) -> bool:
     """Return whether a version is within bounds such as ``>=2.9,<3``."""
     have = _parse_numbers(version)
-    for bound in filter(None, map(str.strip, needs.split(","))):
+    for bound in filter(None, map(str.strip, specifier.split(","))):
         sign, limit = re.match(r"[<>=!~]*", bound)[0], _parse_numbers(bound)  # type: ignore[index]
         if (sign == ">=" and have < limit) or (sign == "<" and have >= limit):
             return False

@@ -151,19 +151,24 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
 
 
 def find_ending(
-    told: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
+    reported: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``told`` (``outcome.read_ending``, or nothing), or else follow from the
+    They are what its ranks ``reported`` (``outcome.read_ending``, or nothing), or else follow from the
     launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose ranks died.
     """
-    if code == EXIT_USER_ERROR and told.get("exit_code") != EXIT_USER_ERROR:
+    if code == EXIT_USER_ERROR and reported.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED_STATUS, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
-    if told:
-        return told["status"], told["reason"], told["exit_code"], str(told.get("error", ""))
+    if reported:
+        return (
+            reported["status"],
+            reported["reason"],
+            reported["exit_code"],
+            str(reported.get("error", "")),
+        )
     is_early = code in _EARLY_EXIT_CODES
     if is_early and not blames_nodes:
         return "stopped", "a signal while it started", positive, ""
@@ -236,11 +241,11 @@ class Supervisor:
                 lost = None
             starts.append(start)
             _append_start(self._run_dir, start)
-            following, why = self._decide_next(starts)
-            log.info("%s", self._describe_decision(start, following, why))
-            if self._report and following in ("again", "give up") and self._stop_signal is None:
+            next_step, why = self._decide_next(starts)
+            log.info("%s", self._describe_decision(start, next_step, why))
+            if self._report and next_step in ("again", "give up") and self._stop_signal is None:
                 run_report_command(self._run_dir)
-            match following:
+            match next_step:
                 case "done":
                     return EXIT_DONE
                 case "requeue":
@@ -259,11 +264,11 @@ class Supervisor:
             starts, left_s, bool(self._requeue), nodes.spares, nodes.explain_node_shortage()
         )
 
-    def _describe_decision(self, last: StartRecord, following: NextStep, why: str) -> str:
-        if following != "give up" or last.reason not in _EXTERNAL_SIGNALS:
+    def _describe_decision(self, last: StartRecord, next_step: NextStep, why: str) -> str:
+        if next_step != "give up" or last.reason not in _EXTERNAL_SIGNALS:
             # The advice to rerun is dropped, since supervise does that itself.
             why = why.partition(". Rerun the same command")[0]
-            word = "starting again, because" if following == "again" else f"{following}:"
+            word = "starting again, because" if next_step == "again" else f"{next_step}:"
             return f"step {last.to_step}: {word} {why}"
         # Slurm also sends such a signal before it requeues a job, or when the first node fails.
         saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
@@ -279,10 +284,14 @@ class Supervisor:
         command, without = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
-        if command.told:
-            log.warning("%s: the global batch and the losses stay the same", command.told)
+        if command.summary:
+            log.warning("%s: the global batch and the losses stay the same", command.summary)
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
-        known = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
+        known = {
+            "nodes": [*command.nodes],
+            "left_out": without,
+            "missing": command.num_missing_nodes,
+        }
         job_id = None if self._job is None else self._job.id
         if owner.has_run_ended(self._run_dir):  # otherwise this start will be refused
             owner.note_start(self._run_dir, from_step=from_step, job=job_id, **known)
@@ -296,9 +305,9 @@ class Supervisor:
         may_be_sick = code == EXIT_USER_ERROR and _outcome_stamp(self._run_dir) == old_stamp
         if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
-        told = self._read_new_outcome(old_stamp)
+        reported = self._read_new_outcome(old_stamp)
         blames_nodes = bool(lines.find_suspects(False))
-        status, reason, exit_code, error = find_ending(told, self._argv[0], code, blames_nodes)
+        status, reason, exit_code, error = find_ending(reported, self._argv[0], code, blames_nodes)
         if status == _REFUSED_STATUS and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
@@ -309,7 +318,7 @@ class Supervisor:
             *(from_step, newest, status, reason, exit_code, asked, job_id),
             nodes=command.nodes,
             left_out=without,
-            missing=command.missing,
+            missing=command.num_missing_nodes,
             lost_nodes=lost,
             error=error,
         )
@@ -322,7 +331,7 @@ class Supervisor:
             or self._stop_signal is not None
         ):
             return start
-        return replace(start, lost_nodes=self._exclude_suspects(start, told, lines))
+        return replace(start, lost_nodes=self._exclude_suspects(start, reported, lines))
 
     def _read_new_outcome(self, old_stamp: object) -> dict[str, Any]:
         """Return the outcome that the ranks have written, empty if they have not."""
@@ -333,11 +342,11 @@ class Supervisor:
         return (outcome.read_ending(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
-        self, start: StartRecord, told: Mapping[str, Any], lines: LauncherOutputParser
+        self, start: StartRecord, reported: Mapping[str, Any], lines: LauncherOutputParser
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
-        has_report = bool(told)
-        suspects = find_lost_hosts(told) | lines.find_suspects(has_report)
+        has_report = bool(reported)
+        suspects = find_lost_hosts(reported) | lines.find_suspects(has_report)
         if outcome.has_died_of_memory(outcome.read_heartbeats(self._run_dir)):
             suspects = {}  # no node is to blame: the next start uses less memory
         has_progressed = start.to_step > start.from_step

@@ -102,14 +102,14 @@ def format_quantity(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def list_some(items: Iterable[object], most: int, between: str = "") -> str:
-    """List the first ``most`` items and how many more there are, such as ``"a, b and 3 more"``.
+def list_some(items: Iterable[object], limit: int, separator: str = "") -> str:
+    """List the first ``limit`` items and how many more there are, such as ``"a, b and 3 more"``.
 
-    ``between`` replaces the comma between items, and the space before "and".
+    ``separator`` replaces the comma between items, and the space before "and".
     """
     shown = list(map(str, items))
-    more = f"{between or ' '}and {len(shown) - most} more" if len(shown) > most else ""
-    return (between or ", ").join(shown[:most]) + more
+    more = f"{separator or ' '}and {len(shown) - limit} more" if len(shown) > limit else ""
+    return (separator or ", ").join(shown[:limit]) + more
 
 
 def _num_decimals(value: float) -> int:

@@ -60,34 +60,34 @@ MIN_GAIN_SHARE = 0.5  # more ranks are advised if each added one brings at least
 def main() -> int:
     """Parse, measure, print, and write what --out names."""
     parser = _parser()
-    asked = parser.parse_args()
-    if asked.steps <= WARM:
+    args = parser.parse_args()
+    if args.steps <= WARM:
         parser.error(
-            f"--steps {asked.steps}: the first {WARM} do not count; use at least {WARM + 1}"
+            f"--steps {args.steps}: the first {WARM} do not count; use at least {WARM + 1}"
         )
-    if asked.command == "train":  # before peers are installed, which takes minutes
-        if not (asked.model / "config.json").is_file():
-            parser.error(f"--model {asked.model}: no config.json there; name a model's directory")
-        if asked.data is not None and not asked.data.is_file():
-            parser.error(f"--data {asked.data}: no such file; name a file of JSON")
+    if args.command == "train":  # before peers are installed, which takes minutes
+        if not (args.model / "config.json").is_file():
+            parser.error(f"--model {args.model}: no config.json there; name a model's directory")
+        if args.data is not None and not args.data.is_file():
+            parser.error(f"--data {args.data}: no such file; name a file of JSON")
     try:
-        told = {"train": run_train, "scale": run_scale, "shape": run_shape}[asked.command](asked)
+        told = {"train": run_train, "scale": run_scale, "shape": run_shape}[args.command](args)
     except DataError as error:
         parser.error(f"--data {error}")
-    if asked.out:
-        asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if args.out:
+        args.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
+def run_scale(args: argparse.Namespace) -> dict[str, Any]:
     """Run a configuration on more and more ranks; print the table and how many pay off."""
     found: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted(set(asked.ranks)):
+        for ranks in sorted(set(args.ranks)):
             out = Path(folder) / str(ranks)
             out.mkdir()
-            config = ["--config", str(Path(asked.config).resolve())] if asked.config else []
-            words = [f"run.dir={out / 'run'}", f"train.max_steps={asked.steps}", *asked.settings]
+            config = ["--config", str(Path(args.config).resolve())] if args.config else []
+            words = [f"run.dir={out / 'run'}", f"train.max_steps={args.steps}", *args.settings]
             command = [*launch(ranks), sys.executable, "-m", "hpc_tune", *config, *words]
             run_watched(command, out, "cpu")
             steps = steps_of(out / "run")[WARM:]
@@ -98,7 +98,7 @@ def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
     print()
     for line in scale_table(found):
         print(line)
-    return {"settings": asked.settings, "ranks": {str(n): one for n, one in found.items()}}
+    return {"settings": args.settings, "ranks": {str(n): one for n, one in found.items()}}
 
 
 def scale_table(found: Mapping[int, tuple[float, float]]) -> Iterator[str]:

@@ -64,13 +64,13 @@ class ExpertTimings:
     stock: list[float]
     ours: list[float]
     others: list[float]
-    kept: tuple[int, int]  # bytes
+    kept_bytes: tuple[int, int]  # bytes
 
     def row(self) -> str:
         """Return the medians, and the ratios of the rounds, as cells of a table."""
         ratios = [mine / theirs for mine, theirs in zip(self.ours, self.stock, strict=True)]
         theirs, mine, ratio = map(statistics.median, (self.stock, self.ours, ratios))
-        mib = " | ".join(f"{kept / 2**20:.0f} MiB" for kept in self.kept)
+        mib = " | ".join(f"{kept_bytes / 2**20:.0f} MiB" for kept_bytes in self.kept_bytes)
         disturbed = sum(share > DISTURBED_SHARE for share in self.others)
         return (
             f"{theirs:.0f} | {mine:.0f} | {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
@@ -115,8 +115,8 @@ def main() -> int:
 def _measure(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int) -> ExpertTimings:
     """Run rounds of both in turn, in reversed order each time."""
     sides = {who: _start(who, folder, dtype, kind, num_tokens) for who in ("stock", "ours")}
-    kept = {who: side.recv() for who, side in sides.items()}
-    found = ExpertTimings([], [], [], (kept["stock"], kept["ours"]))
+    kept_bytes = {who: side.recv() for who, side in sides.items()}
+    found = ExpertTimings([], [], [], (kept_bytes["stock"], kept_bytes["ours"]))
     for number in range(WARM_UP + rounds):
         before = read_others()
         speeds = {}
@@ -205,17 +205,17 @@ def _make_our_step(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
 
 def _count_kept_bytes(step: Step, row: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass, weights included."""
-    kept: dict[int, int] = {}
+    kept_bytes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = step(row)
     loss.backward()
-    return sum(kept.values())
+    return sum(kept_bytes.values())
 
 
 if __name__ == "__main__":

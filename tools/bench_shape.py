@@ -30,34 +30,34 @@ class ShapeSpeed:
     planned_bytes: int | None
 
 
-def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
+def run_shape(args: argparse.Namespace) -> dict[str, Any]:
     """Run the steps on ``asked.ranks`` ranks, plan them, print both; return all figures."""
-    is_shape = asked.model.startswith("shape:")
+    is_shape = args.model.startswith("shape:")
     words = [
-        f"model.path={asked.model if is_shape else Path(asked.model).resolve()}",
-        f"data.seq_len={asked.seq_len}",
-        f"batch.micro_size={asked.rows}",
-        f"batch.global_size={asked.rows * asked.ranks}",
+        f"model.path={args.model if is_shape else Path(args.model).resolve()}",
+        f"data.seq_len={args.seq_len}",
+        f"batch.micro_size={args.rows}",
+        f"batch.global_size={args.rows * args.ranks}",
         *METHOD,
-        *asked.settings,
+        *args.settings,
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(asked.steps)]
-        where = [f"run.device={asked.device}", f"run.dir={Path(folder) / 'run'}"]
-        command = [*launch(asked.ranks), *program, *words, *where]
+        program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(args.steps)]
+        where = [f"run.device={args.device}", f"run.dir={Path(folder) / 'run'}"]
+        command = [*launch(args.ranks), *program, *words, *where]
         seen = run_watched(command, Path(folder), "cpu")  # the allocator reports its own peak
         told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
-    devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's ceiling covers all its cores
-    ceiling = devices * ceiling_of(told["dtype"], asked.device)
-    planned = planned_bytes(words, asked.ranks, told["device_total"])
+    devices = args.ranks if args.device == "cuda" else 1  # a CPU's ceiling covers all its cores
+    ceiling = devices * ceiling_of(told["dtype"], args.device)
+    planned = planned_bytes(words, args.ranks, told["device_total"])
     limit = ceiling / told["flops_per_token"]
     found = ShapeSpeed(tokens_per_s, limit, seen.host_bytes, told["device_bytes"], planned)
-    print(f"{asked.model} on {asked.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
+    print(f"{args.model} on {args.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
     for line in table(found):
         print(line)
-    return {"words": words, "ranks": asked.ranks, **vars(found), "ceiling": ceiling, **told}
+    return {"words": words, "ranks": args.ranks, **vars(found), "ceiling": ceiling, **told}
 
 
 def table(found: ShapeSpeed) -> Iterator[str]:

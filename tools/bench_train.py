@@ -63,38 +63,38 @@ class Measurement:
 
 Round = Mapping[str, Measurement]  # by contender
 # What is compared: how to choose the best peer, and what to call it.
-COMPARED: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
+COMPARISONS: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "tokens_per_s": (max, "the tokens per second"),
     "first_s": (min, "the time to the first step"),
     "host_bytes": (min, "the host memory"),
 }
 
 
-def run_train(asked: argparse.Namespace) -> dict[str, Any]:
+def run_train(args: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders in turn, ``rounds`` times; return all figures."""
-    records = read_records(asked.data)
-    work: Path = asked.work
+    records = read_records(args.data)
+    work: Path = args.work
     work.mkdir(parents=True, exist_ok=True)
-    if asked.device == "cpu" and "fsdp2" in asked.peers:
+    if args.device == "cpu" and "fsdp2" in args.peers:
         print("fsdp2 is left out: on CPUs the Trainer never shards")
-        asked.peers = [peer for peer in asked.peers if peer != "fsdp2"]
-    peer_python = asked.peer_python or (_peer_python(work) if asked.peers else "")
+        args.peers = [peer for peer in args.peers if peer != "fsdp2"]
+    peer_python = args.peer_python or (_peer_python(work) if args.peers else "")
     rounds: list[Round] = []
     left_out: list[Round] = []
     ceilings: list[float] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        prepared, tokens = prepare(asked, records, Path(folder))
-        contenders = _Contenders(asked, peer_python, Path(folder), prepared, tokens)
-        for number in range(asked.rounds):
-            wait_for_quiet(asked.quiet_wait)
-            ceilings.append(ceiling_of(asked.dtype, asked.device))
+        prepared, tokens = prepare(args, records, Path(folder))
+        contenders = _Contenders(args, peer_python, Path(folder), prepared, tokens)
+        for number in range(args.rounds):
+            wait_for_quiet(args.quiet_wait)
+            ceilings.append(ceiling_of(args.dtype, args.device))
             found = contenders.round(number)
-            if asked.quiet_wait and (names := find_disturbed_rounds([found])):
+            if args.quiet_wait and (names := find_disturbed_rounds([found])):
                 print(f"other processes took {names[1]}: repeating this round", flush=True)
                 found, other = choose_quieter_round(found, contenders.round(number))
                 left_out.append(other)
             rounds.append(found)
-        flops = _flops_per_token(asked)
+        flops = _flops_per_token(args)
     ceiling = statistics.median(ceilings)
     limit = ceiling / flops
     print(
@@ -105,12 +105,12 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
         print(line)
     kept = ("ragged", "ranks", "dtype", "seq_len", "rows", "steps", "device", "settings")
     return {
-        "model": asked.model.name,
-        **{name: getattr(asked, name) for name in kept},
+        "model": args.model.name,
+        **{name: getattr(args, name) for name in kept},
         "ceiling_flops_per_s": ceilings,
         "flops_per_token": flops,
         "runs": _convert_rounds(rounds),
-        "ratios": {name: ratios(rounds, name) for name in COMPARED},
+        "ratios": {name: ratios(rounds, name) for name in COMPARISONS},
         "disturbed": find_disturbed_rounds(rounds),
         "left_out": _convert_rounds(left_out),
     }
@@ -126,16 +126,11 @@ class _Contenders:
     """hpc_tune and its peers; a peer that fails is left out from then on."""
 
     def __init__(
-        self,
-        asked: argparse.Namespace,
-        peer_python: str,
-        folder: Path,
-        prepared: Path,
-        tokens: Path,
+        self, args: argparse.Namespace, peer_python: str, folder: Path, prepared: Path, tokens: Path
     ) -> None:
-        self._asked, self._python, self._folder = asked, peer_python, folder
+        self._asked, self._python, self._folder = args, peer_python, folder
         self._prepared, self._tokens = prepared, tokens
-        self._names = [OUR_NAME, *asked.peers]
+        self._names = [OUR_NAME, *args.peers]
 
     def round(self, number: int) -> Round:
         """Run each contender once: from first to last, in the next round from last to first."""
@@ -174,22 +169,22 @@ def _peer_python(work: Path) -> str:
     return str(python)
 
 
-def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measurement:
-    save_at = asked.steps // 2 if asked.save else None
+def _run_hpc_tune(args: argparse.Namespace, prepared: Path, out: Path) -> Measurement:
+    save_at = args.steps // 2 if args.save else None
     config = {
-        "model": {"path": str(asked.model.resolve()), "dtype": asked.dtype},
+        "model": {"path": str(args.model.resolve()), "dtype": args.dtype},
         "tune": {"rank": RANK, "alpha": ALPHA},
-        "data": {"path": str(prepared), "seq_len": asked.seq_len, "packing": asked.ragged},
-        "batch": {"global_size": asked.rows * asked.ranks, "micro_size": asked.rows},
+        "data": {"path": str(prepared), "seq_len": args.seq_len, "packing": args.ragged},
+        "batch": {"global_size": args.rows * args.ranks, "micro_size": args.rows},
         "optim": {"lr": 1e-4},
-        "train": {"max_steps": asked.steps},
+        "train": {"max_steps": args.steps},
         "checkpoint": {"every_steps": save_at} if save_at else {},
-        "run": {"dir": str(out / "run"), "device": asked.device},
+        "run": {"dir": str(out / "run"), "device": args.device},
     }
     (out / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # YAML reads JSON
     program = [sys.executable, "-m", "hpc_tune", "--config", str(out / "config.yaml")]
-    command = [*launch(asked.ranks), *program, *asked.settings]
-    began, seen = time.time(), run_watched(command, out, asked.device)
+    command = [*launch(args.ranks), *program, *args.settings]
+    began, seen = time.time(), run_watched(command, out, args.device)
     steps = steps_of(out / "run")
     counted = steps[WARM:]
     events = lines_of(out / "run" / "events.jsonl")
@@ -228,29 +223,29 @@ def _find_memory_growth(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _run_peer(
-    asked: argparse.Namespace, mode: str, python: str, tokens: Path, out: Path
+    args: argparse.Namespace, mode: str, python: str, tokens: Path, out: Path
 ) -> Measurement:
-    save_at = asked.steps // 2 if asked.save else None
+    save_at = args.steps // 2 if args.save else None
     settings = {
-        "model": str(asked.model.resolve()),
+        "model": str(args.model.resolve()),
         "tokens": str(tokens),
         "mode": mode,
-        "dtype": asked.dtype,
-        "rows": asked.rows,
-        "steps": asked.steps,
+        "dtype": args.dtype,
+        "rows": args.rows,
+        "steps": args.steps,
         "save_at": save_at,
-        "cpu": asked.device == "cpu",
+        "cpu": args.device == "cpu",
     }
     (out / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     program = [python]
-    if asked.ranks > 1 or mode != "ddp":
+    if args.ranks > 1 or mode != "ddp":
         program += ["-m", "torch.distributed.run", "--standalone"]
-        program += [f"--nproc-per-node={asked.ranks}"]
+        program += [f"--nproc-per-node={args.ranks}"]
     command = [*program, str(TOOLS / "bench_peer.py"), str(out / "settings.json"), str(out)]
     # torchrun would give each rank one thread.
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // asked.ranks))}
-    began, seen = time.time(), run_watched(command, out, asked.device, threads)
-    ranks = [lines_of(out / f"{rank}.jsonl") for rank in range(asked.ranks)]
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // args.ranks))}
+    began, seen = time.time(), run_watched(command, out, args.device, threads)
+    ranks = [lines_of(out / f"{rank}.jsonl") for rank in range(args.ranks)]
     first, last = ranks[0][WARM - 1], ranks[0][-1]
     tokens_done = sum(lines[-1]["tokens"] - lines[WARM - 1]["tokens"] for lines in ranks)
     save_s = last["save_s"] - first["save_s"]
@@ -264,15 +259,15 @@ def _run_peer(
     )
 
 
-def _flops_per_token(asked: argparse.Namespace) -> float:
+def _flops_per_token(args: argparse.Namespace) -> float:
     import torch
 
     from hpc_tune.config.tune import TuneConfig
     from hpc_tune.model.build import build
     from hpc_tune.step.size import flops_per_token, measure
 
-    built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
-    return flops_per_token(measure(built.module), built.config, asked.seq_len)
+    built = build(args.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
+    return flops_per_token(measure(built.module), built.config, args.seq_len)
 
 
 # -- the documents that all contenders get: read, spread, tokenized once
@@ -303,22 +298,22 @@ def read_records(path: Path | None) -> list[Any]:
     return records
 
 
-def prepare(asked: argparse.Namespace, examples: list[Any], folder: Path) -> tuple[Path, Path]:
+def prepare(args: argparse.Namespace, examples: list[Any], folder: Path) -> tuple[Path, Path]:
     """Tokenize ``examples`` once for all contenders; return hpc_tune's file and the peers'."""
     from hpc_tune.batch import IGNORED_LABEL  # they import torch
     from hpc_tune.data.hdf5_format import TokenStore
 
     # Spread over the whole file, so that an ordered file gives a fair sample.
-    examples = examples[:: max(1, len(examples) // asked.examples)][: asked.examples]
-    if not asked.ragged:  # one long text is cut into rows; only the last is shorter
+    examples = examples[:: max(1, len(examples) // args.examples)][: args.examples]
+    if not args.ragged:  # one long text is cut into rows; only the last is shorter
         examples = [{"text": "\n\n".join(word for one in examples for word in _words(one))}]
     raw, prepared, tokens = folder / "raw.jsonl", folder / "data.h5", folder / "tokens.json"
     raw.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
     command = [sys.executable, "-m", "hpc_tune", "prepare", "--out", str(prepared)]
     words = [
-        f"model.path={asked.model.resolve()}",
+        f"model.path={args.model.resolve()}",
         f"data.path={raw}",
-        f"data.seq_len={asked.seq_len}",
+        f"data.seq_len={args.seq_len}",
     ]
     run_watched([*command, *words], folder, "cpu")
     store = TokenStore.open(prepared)
@@ -365,13 +360,13 @@ def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
             f"{_or_dash(one.rest_share, 0.01, 7, '%')}"
             f"{max(each.others_share for each in found):>8.0%}"
         )
-    told = {name: ratios(rounds, name) for name in COMPARED}
+    told = {name: ratios(rounds, name) for name in COMPARISONS}
     if all(told.values()):
         yield ""
         yield "to the best peer of each round, median (least to most):"
         for name, some in told.items():
             middle = statistics.median(some)
-            yield f"  {middle:.2f} ({min(some):.2f} to {max(some):.2f}) x {COMPARED[name][1]}"
+            yield f"  {middle:.2f} ({min(some):.2f} to {max(some):.2f}) x {COMPARISONS[name][1]}"
     for number, names in find_disturbed_rounds(rounds).items():
         yield f"round {number} was disturbed, do not rely on it: other processes took {names}"
 
@@ -384,7 +379,7 @@ def group_by_contender(rounds: Sequence[Round]) -> dict[str, list[Measurement]]:
 
 def ratios(rounds: Sequence[Round], name: str) -> list[float]:
     """Return hpc_tune's figure over that of the round's best peer, for each round with a peer."""
-    best, found = COMPARED[name][0], []
+    best, found = COMPARISONS[name][0], []
     for one in rounds:
         peers = [getattr(run, name) for who, run in one.items() if who != OUR_NAME]
         if peers and OUR_NAME in one:

@@ -156,7 +156,7 @@ def _run(part: Part, result: Result, check: Check) -> None:
         told = [json.loads(line) for line in lines if line.endswith("\n")]
         result.seconds = round(time.monotonic() - began_s, 1)
         for one in told[len(result.figures) :]:
-            print(f"          {shown(one)}", flush=True)
+            print(f"          {format_result(one)}", flush=True)
         if len(told) > len(result.figures):
             result.figures = told
             check.write()
@@ -243,7 +243,7 @@ def _find_marked_pids(mark: str) -> list[int]:
     return found
 
 
-def shown(told: Mapping[str, Any]) -> str:
+def format_result(told: Mapping[str, Any]) -> str:
     """Return one line of what a part reported."""
     words = []
     for name, value in told.items():

@@ -21,7 +21,7 @@ LAYOUTS = {
 }
 _HEADER = f"| architecture | packed | method | {' | '.join(LAYOUTS.values())} |"
 _REFUSED_HEADING = "## What is refused, and why"
-_ALL = "in all"
+_ALL_ROWS_LABEL = "in all"
 _NOTE = re.compile(r"- \*\*(?P<about>[\w ,]+)\*\* \((?P<names>[\w., -]+)\): (?P<text>.*)")
 _TEXT = """\
 A small model of each architecture, with random weights, was trained for a few steps with
@@ -57,7 +57,7 @@ class Page:
         page = cls()
         for found in map(_NOTE.match, notes.splitlines()):
             if found:
-                about = found["about"].replace(_ALL, "")
+                about = found["about"].replace(_ALL_ROWS_LABEL, "")
                 names = found["names"].split(", ")
                 page.notes += [Note(name, about, found["text"]) for name in names]
         for line in table.splitlines():
@@ -112,7 +112,7 @@ class Page:
         for note in sorted(self.notes, key=lambda note: (note.about, order[note.name])):
             alike.setdefault((note.about, note.text), []).append(note.name)
         notes = [
-            f"- **{about or _ALL}** ({', '.join(names)}): {text}"
+            f"- **{about or _ALL_ROWS_LABEL}** ({', '.join(names)}): {text}"
             for (about, text), names in alike.items()
         ]
         return "\n".join([*lines, "", _REFUSED_HEADING, "", *notes, ""])

@@ -55,7 +55,7 @@ def settings_page() -> str:
         model = RunConfig.model_fields[section].annotation
         lines += [f"## {section}", "", f"{(model.__doc__ or '').strip()}", ""]
         rows = [
-            (f"`{name}`", f"`{kind}`", f"`{_shown(default)}`", description)
+            (f"`{name}`", f"`{kind}`", f"`{_format_default(default)}`", description)
             for name, kind, default, description in fields
         ]
         lines += [*_table("| setting | type | default | |", rows), ""]
@@ -103,7 +103,7 @@ def _table(head: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _shown(default: object) -> str:
+def _format_default(default: object) -> str:
     if default is None:
         return "unset"
     return str(default).lower() if isinstance(default, bool) else str(default)

@@ -23,7 +23,7 @@ from hpc_tune.errors import ConfigError
 
 
 _APPTAINER = "apptainer exec"
-_GPUS = {"nvidia": "--nv", "amd": "--rocm"}
+_GPU_OPTIONS = {"nvidia": "--nv", "amd": "--rocm"}
 
 
 def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
@@ -49,7 +49,7 @@ def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
         )
     is_edf, is_pyxis = image.endswith(".toml"), image.endswith(".sqsh") or _is_remote(image)
     if not is_edf and not is_pyxis:
-        gpus = f" {_GPUS[settings.gpu_maker]}" if settings.gpus_per_node else ""
+        gpus = f" {_GPU_OPTIONS[settings.gpu_maker]}" if settings.gpus_per_node else ""
         bound = shlex.quote(",".join(binds))
         command = f"{settings.container or _APPTAINER}{gpus} --bind {bound}"
         return f"{launch} {command} {shlex.quote(image)}"

@@ -83,8 +83,8 @@ def _explain_silence(argv: Sequence[str], environment: Mapping[str, str]) -> str
         return f"a probe had no answer in {PROBE_LIMIT_S:.0f} s"
     if process.returncode == 0:
         return ""
-    told = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
-    return f"a probe failed: {told or f'exit code {process.returncode}'}"
+    summary = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
+    return f"a probe failed: {summary or f'exit code {process.returncode}'}"
 
 
 def _end_process(process: "subprocess.Popen[str]") -> None:
@@ -107,16 +107,16 @@ _DRAIN_STATE = "drain"
 class LaunchCommand:
     """The command that starts the ranks: its words, added environment variables, and its nodes.
 
-    If it has ``missing`` nodes fewer than wanted, ``settings`` adapt the layout, and ``told`` says
+    If it has ``num_missing_nodes`` nodes fewer than wanted, ``settings`` adapt the layout, and ``summary`` says
     so.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     nodes: Sequence[str] = ()
-    missing: int = 0
+    num_missing_nodes: int = 0
     settings: Sequence[str] = ()
-    told: str = ""
+    summary: str = ""
 
 
 class JobNodes:
@@ -131,7 +131,11 @@ class JobNodes:
     ) -> None:
         """Take the launcher's command, and the settings of the run."""
         job, self._parallel = job or SlurmConfig(), parallel or ParallelConfig()
-        self._launch, self.spares, self._least = list(launch), job.spare_nodes, job.min_nodes
+        self._launch, self.spares, self._min_num_nodes = (
+            list(launch),
+            job.spare_nodes,
+            job.min_nodes,
+        )
         self._section = job.section
         self._steps: set[str] = set()  # the names of the steps that the launcher creates
         self.left_out: dict[str, str] = {}
@@ -181,9 +185,9 @@ class JobNodes:
     def explain_node_shortage(self) -> str | None:
         """Return why the job cannot continue with the nodes that are left; None if it can."""
         left, of = len(self._usable_nodes), len(self._job_nodes)
-        if not self.can_choose_nodes or left >= self._least:
+        if not self.can_choose_nodes or left >= self._min_num_nodes:
             return None
-        return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._least}"
+        return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._min_num_nodes}"
 
     def command(self) -> LaunchCommand:
         """Return the command of the next start, on as many nodes as wanted if they are left.
@@ -199,17 +203,19 @@ class JobNodes:
         use = self._usable_nodes[: self._num_wanted_nodes]
         axes: dict[str, int] | None = {}
         if len(use) < self._num_wanted_nodes:
-            while (axes := self._fit_layout(use)) is None and len(use) > self._least:
+            while (axes := self._fit_layout(use)) is None and len(use) > self._min_num_nodes:
                 use.pop()
         words = self._command_words({node: self._counts[node] for node in use}, "hosts")
-        missing = self._num_wanted_nodes - len(use)
+        num_missing_nodes = self._num_wanted_nodes - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
-        told = (
+        summary = (
             f"on {len(use)} of {self._num_wanted_nodes} nodes, {format_quantity(num_ranks, 'rank')}"
         )
-        told += f", with {' '.join(settings)}" if settings else ""
-        return LaunchCommand(words, shared, use, missing, settings, told if missing else "")
+        summary += f", with {' '.join(settings)}" if settings else ""
+        return LaunchCommand(
+            words, shared, use, num_missing_nodes, settings, summary if num_missing_nodes else ""
+        )
 
     def _fit_layout(self, nodes: Sequence[str]) -> dict[str, int] | None:
         return fit_layout(self._parallel, self._num_ranks(nodes))

@@ -78,12 +78,12 @@ def find_unused_gpus(
     """
     granted = find_granted_gpus(environ)
     present = count_present_gpus(root)
-    hidden = _hiding_variables(environ)
+    hiding_variables = _hiding_variables(environ)
     in_job = find_job(environ) is not None
-    if not granted and (not present or hidden):
+    if not granted and (not present or hiding_variables):
         return None
     counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in present.items())
-    cause = _explain_unused_gpus(hidden, build, why, present, root)
+    cause = _explain_unused_gpus(hiding_variables, build, why, present, root)
     if granted or (in_job and "Intel" in present):
         said = f"{granted} says that there are some" if granted else f"it has {counts}"
         return UnusedGpus(
@@ -150,7 +150,7 @@ def _hiding_variables(environ: Environ) -> list[str]:
 
 
 def _explain_unused_gpus(
-    hidden: Sequence[str],
+    hiding_variables: Sequence[str],
     build: TorchBuild,
     why: Callable[[], str],
     present: Mapping[GpuVendor, int],
@@ -167,10 +167,10 @@ def _explain_unused_gpus(
             f"{build.description}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
         )
     if maker == "NVIDIA":  # on which the variables of other makers have no effect
-        hidden = [said for said in hidden if said.startswith("CUDA_")]
-    if hidden:
+        hiding_variables = [said for said in hiding_variables if said.startswith("CUDA_")]
+    if hiding_variables:
         return (
-            f"{' and '.join(hidden)} hides them from this process; start the step with its GPUs "
+            f"{' and '.join(hiding_variables)} hides them from this process; start the step with its GPUs "
             "(srun --gpus-per-node=N), or unset it"
         )
     if not present:

@@ -112,11 +112,11 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
         raise ConfigError(f"{name}={path}: {error}") from None
     if found is None:
         return path
-    others = ", ".join(path.name for path in found.others[:5])
-    others = f"; also there: {others}" if others else ""
+    other_paths = ", ".join(path.name for path in found.other_paths[:5])
+    other_paths = f"; also there: {other_paths}" if other_paths else ""
     log.info(
         "%s=%s: revision %s (%s) of the hub's cache, %s%s",
-        *(name, path, found.path.name, found.why, found.path, others),
+        *(name, path, found.path.name, found.reason, found.path, other_paths),
     )
     return str(found.path)
 

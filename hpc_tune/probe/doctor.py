@@ -32,7 +32,7 @@ from hpc_tune.world.processes import list_ancestors
 # -- The doctor's report: lines for people, a tree for programs.
 
 
-_RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
+_RED, _YELLOW, _GREEN, _RESET_COLOR = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 _MAX_LATENCY_BOUND_BYTES = 1 << 16  # up to this size latency dominates, and the rate says nothing
 
 
@@ -58,11 +58,11 @@ def doctor_lines(
     marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
     for finding in findings:
         color, word = marks[finding.level]
-        mark = f"{color}{word}{_PLAIN}" if uses_colors else word
+        mark = f"{color}{word}{_RESET_COLOR}" if uses_colors else word
         lines.append(f"{mark}  {finding.text}")
     if not findings:
         text = "no problems found: a run can start"
-        lines.append(f"{_GREEN}{text}{_PLAIN}" if uses_colors else text)
+        lines.append(f"{_GREEN}{text}{_RESET_COLOR}" if uses_colors else text)
     return lines
 
 
@@ -102,16 +102,16 @@ def _library_line(library: NcclLibrary) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _node_lines(here: Sequence[RankFacts]) -> list[str]:
-    first = here[0]
+def _node_lines(node_ranks: Sequence[RankFacts]) -> list[str]:
+    first = node_ranks[0]
     locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
     lines = [
-        f"node {first.node}    {first.hostname}: {format_quantity(len(here), 'rank')}; host memory "
+        f"node {first.node}    {first.hostname}: {format_quantity(len(node_ranks), 'rank')}; host memory "
         f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
         f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
         f"lockable {locked}; {first.open_files or 'any number of'} open files"
     ]
-    for rank in here:
+    for rank in node_ranks:
         numa = ",".join(map(str, rank.numa_nodes)) or "?"
         device = rank.device
         if rank.device_bytes:
@@ -133,15 +133,15 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
     return lines
 
 
-def _matmul_text(found: MatmulResult) -> str:
-    if found.error:
-        return f"cannot multiply matrices: {found.error}"
-    ratio = found.slowest_s / found.median_s
-    text = f"{format_flops(found.flops_per_s)} in {found.dtype}, "
+def _matmul_text(result: MatmulResult) -> str:
+    if result.error:
+        return f"cannot multiply matrices: {result.error}"
+    ratio = result.slowest_s / result.median_s
+    text = f"{format_flops(result.flops_per_s)} in {result.dtype}, "
     text += f"the slowest matmul {ratio:.2f} x the median time"
-    if found.is_wrong:
+    if result.is_wrong:
         text += ", WRONG results"
-    told = describe_gpu_state(found)
+    told = describe_gpu_state(result)
     return f"{text}; {told}" if told else text
 
 
@@ -188,12 +188,12 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
 
 def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
     """Return the kind of a link; within a node, with the path between the two GPUs."""
-    here = [rank for rank in ranks if rank.node == pair.nodes[0]]
-    if pair.kind != "same node" or here[0].topology is None:
+    node_ranks = [rank for rank in ranks if rank.node == pair.nodes[0]]
+    if pair.kind != "same node" or node_ranks[0].topology is None:
         return pair.kind
-    index = {gpu.uuid: number for number, gpu in enumerate(here[0].topology.gpus)}
+    index = {gpu.uuid: number for number, gpu in enumerate(node_ranks[0].topology.gpus)}
     gpu, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
-    path = here[0].topology.paths.get(f"{gpu}-{other}")
+    path = node_ranks[0].topology.paths.get(f"{gpu}-{other}")
     return f"{pair.kind} ({path})" if path else pair.kind
 
 

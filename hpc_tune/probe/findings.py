@@ -125,31 +125,31 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[float]] = defaultdict(list)
     shared = [here[0].node for here in _group_by_node(ranks) if _do_ranks_share_cores(here)]
     told = [(rank, rank.products) for rank in ranks if rank.products is not None]
-    for rank, found in told:
-        if found.flops_per_s and (rank.device_bytes or rank.node not in shared):
-            alike[found.model, found.dtype].append(found.flops_per_s)
-    for rank, found in told:
+    for rank, result in told:
+        if result.flops_per_s and (rank.device_bytes or rank.node not in shared):
+            alike[result.model, result.dtype].append(result.flops_per_s)
+    for rank, result in told:
         who = f"{rank.hostname}: {_describe_processor(ranks, rank)}"
         leave = (
             f"Leave {rank.hostname} out of the job (in Slurm --exclude) and report it to the site"
         )
-        if found.error:
-            yield Finding("error", f"{who} cannot multiply matrices: {found.error}")
+        if result.error:
+            yield Finding("error", f"{who} cannot multiply matrices: {result.error}")
             continue
-        if found.is_wrong:
+        if result.is_wrong:
             yield Finding(
-                "error", f"{who} computes wrongly: {_describe_wrong_products(found)}. {leave}"
+                "error", f"{who} computes wrongly: {_describe_wrong_products(result)}. {leave}"
             )
-        rates = alike.get((found.model, found.dtype), [])
+        rates = alike.get((result.model, result.dtype), [])
         usual = median_high(rates or [0.0])
         least = _SLOW_GPU_SHARE if rank.device_bytes else _SLOW_CPU_SHARE
-        if rank.node in shared and not rank.device_bytes or found.flops_per_s >= least * usual:
+        if rank.node in shared and not rank.device_bytes or result.flops_per_s >= least * usual:
             continue
-        state = describe_gpu_state(found)
+        state = describe_gpu_state(result)
         yield Finding(
             "warning",
-            f"{who} multiplies matrices at {format_flops(found.flops_per_s)} in {found.dtype}, "
-            f"{1 - found.flops_per_s / usual:.0%} below the median of all {len(rates)} of its "
+            f"{who} multiplies matrices at {format_flops(result.flops_per_s)} in {result.dtype}, "
+            f"{1 - result.flops_per_s / usual:.0%} below the median of all {len(rates)} of its "
             f"model, {format_flops(usual)}{f' ({state})' if state else ''}: all ranks wait for the "
             f"slowest. {leave}",
         )
@@ -172,15 +172,15 @@ def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     return f"{number} of rank {rank.rank} ({', '.join(filter(None, where))})"
 
 
-def _describe_wrong_products(found: MatmulResult) -> str:
+def _describe_wrong_products(result: MatmulResult) -> str:
     parts = []
-    if found.num_wrong:
+    if result.num_wrong:
         parts.append(
-            f"{found.num_wrong} of {found.num_checked} matmuls of small integers had a wrong value"
+            f"{result.num_wrong} of {result.num_checked} matmuls of small integers had a wrong value"
         )
-    if found.num_differing:
+    if result.num_differing:
         parts.append(
-            f"the same matmul gave other bits {found.num_differing} of {found.num_checked} times"
+            f"the same matmul gave other bits {result.num_differing} of {result.num_checked} times"
         )
     return ", ".join(parts)
 
@@ -378,10 +378,10 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             continue  # the rank sends by TCP, or needs no libfabric
         kind = next((card.kind for card in rank.topology.cards), "")
         library = rank.library
-        for found in fabric.find_harmful_settings(
+        for harm in fabric.find_harmful_settings(
             kind, library.name, library.version, library.settings
         ):
-            hosts[found].append(rank.hostname)
+            hosts[harm].append(rank.hostname)
         if unlike := fabric.find_deviating_variables(kind, library.name, library.settings):
             settings = library.settings
             here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]

@@ -174,7 +174,7 @@ _STALLED_COUNTER_REASON = "its counter stood still"
 
 @dataclass(frozen=True)
 class EnergyCounter:
-    """One counter. ``read`` returns joules since some start; if it is missing, ``why`` says why.
+    """One counter. ``read`` returns joules since some start; if it is missing, ``reason`` says why.
 
     ``wrap_j``: where it wraps around to 0; None if it does not.
     """
@@ -183,20 +183,20 @@ class EnergyCounter:
     name: str
     read: Callable[[], float] | None = None
     wrap_j: float | None = None
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class PartEnergy:
-    """Energy of one part of a node, from ``counted`` of its ``total`` counters.
+    """Energy of one part of a node, from ``num_counted`` of its ``total`` counters.
 
-    ``why``: why the first of the other counters is missing.
+    ``reason``: why the first of the other counters is missing.
     """
 
     joules: float = 0.0
-    counted: int = 0
+    num_counted: int = 0
     total: int = 0
-    why: str = ""
+    reason: str = ""
 
 
 def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s: float) -> float:
@@ -221,17 +221,17 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
 
 @dataclass
 class _CounterTotal:
-    """A counter's newest reading and total up to then; ``why``: the reason if it is unknown."""
+    """A counter's newest reading and total up to then; ``reason``: the reason if it is unknown."""
 
     counter: EnergyCounter
-    why: str = ""
+    reason: str = ""
     joules: float = 0.0
     newest_j: float | None = None
     newest_s: float = 0.0
 
     def read(self, now_s: float) -> None:
-        if self.why or self.counter.read is None:
-            self.why = self.why or self.counter.why
+        if self.reason or self.counter.read is None:
+            self.reason = self.reason or self.counter.reason
             return
         try:
             now_j = self.counter.read()
@@ -240,9 +240,9 @@ class _CounterTotal:
                 self.joules += joules_between(self.counter, self.newest_j, now_j, gap_s)
             self.newest_j, self.newest_s = now_j, now_s
         except OSError as error:
-            self.why = error.strerror or str(error)
+            self.reason = error.strerror or str(error)
         except Exception as error:  # noqa: BLE001 - NVMLError is no OSError; its module is optional
-            self.why = first_line(error)
+            self.reason = first_line(error)
 
 
 @dataclass
@@ -261,7 +261,7 @@ class EnergyMeter:
     def __post_init__(self) -> None:
         self._counter_totals = [_CounterTotal(counter) for counter in self.counters]
         self.read()
-        if any(t.counter.wrap_j is not None and not t.why for t in self._counter_totals):
+        if any(t.counter.wrap_j is not None and not t.reason for t in self._counter_totals):
             threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
 
     def read(self) -> None:
@@ -276,16 +276,18 @@ class EnergyMeter:
         self.read()
         with self._lock:
             for total in self._counter_totals:
-                if not total.why and total.joules == 0:
-                    total.why = _STALLED_COUNTER_REASON
+                if not total.reason and total.joules == 0:
+                    total.reason = _STALLED_COUNTER_REASON
         parts = dict.fromkeys(total.counter.part for total in self._counter_totals)
         return {part: self._part_energy(part) for part in parts}
 
     def _part_energy(self, part: str) -> PartEnergy:
         totals = [total for total in self._counter_totals if total.counter.part == part]
-        known = [total.joules for total in totals if not total.why]
-        why = next((f"{total.counter.name}: {total.why}" for total in totals if total.why), "")
-        return PartEnergy(sum(known), len(known), len(totals), why)
+        known = [total.joules for total in totals if not total.reason]
+        reason = next(
+            (f"{total.counter.name}: {total.reason}" for total in totals if total.reason), ""
+        )
+        return PartEnergy(sum(known), len(known), len(totals), reason)
 
     def _keep_reading(self) -> None:
         while not self._has_ended.wait(READ_COUNTERS_EVERY_S):
@@ -300,7 +302,9 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
     nvml, amdsmi = (open_nvml(), open_amd_smi(folder)) if gpus else (None, None)
     counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
-    counters += list(_rapl_counters(powercap)) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
+    counters += list(_rapl_counters(powercap)) or [
+        EnergyCounter(CPUS, str(powercap), reason=_NO_RAPL)
+    ]
     node = folder / "cray" / "pm_counters" / "energy"
     if node.exists():  # its lines: 123 J 1700000000000000 us
         counters.append(EnergyCounter(NODE, str(node), lambda: float(node.read_text().split()[0])))
@@ -309,13 +313,13 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
 
 def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCounter:
     """Return the counter of one GPU: of the whole GPU, even if a rank has only a slice of it."""
-    why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
+    reason, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
     if nvml is not None and address:
         try:
             handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
             nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except nvml.NVMLError as error:
-            why = f"NVIDIA's driver says {error}"
+            reason = f"NVIDIA's driver says {error}"
         else:
 
             def of_driver() -> float:
@@ -326,11 +330,11 @@ def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCo
         try:
             return EnergyCounter(GPUS, name, make_energy_reader(amdsmi, address))
         except amdsmi.AmdSmiException as error:
-            why = f"AMD's library says {first_line(error)}"
+            reason = f"AMD's library says {first_line(error)}"
     device = folder / "bus" / "pci" / "devices" / address
     for file in sorted(device.glob("hwmon/hwmon*/energy1_input")) if address else ():
         return EnergyCounter(GPUS, name, _make_microjoule_reader(file))
-    return EnergyCounter(GPUS, name, why=why)
+    return EnergyCounter(GPUS, name, reason=reason)
 
 
 def _rapl_counters(folder: Path) -> Iterator[EnergyCounter]:
@@ -343,7 +347,9 @@ def _rapl_counters(folder: Path) -> Iterator[EnergyCounter]:
                 continue
             wrap_j = int((zone / "max_energy_range_uj").read_text()) / 1e6
         except (OSError, ValueError) as error:
-            yield EnergyCounter(CPUS, str(zone), why=getattr(error, "strerror", None) or str(error))
+            yield EnergyCounter(
+                CPUS, str(zone), reason=getattr(error, "strerror", None) or str(error)
+            )
             continue
         file = zone / "energy_uj"
         yield EnergyCounter(part, str(file), _make_microjoule_reader(file), wrap_j)

@@ -31,7 +31,7 @@ class RunEnergy:
 
     ``joules``: the total for ``tokens``, None without any counter; ``parts``: by part of the nodes.
     ``missing``: what was not counted, and why. ``has_other_jobs``: counters of CPUs or nodes include
-    other jobs that share them. ``untold``: how many of the ``starts`` have no energy event.
+    other jobs that share them. ``num_unknown_starts``: how many of the ``starts`` have no energy event.
     ``step``: the newest that an energy event names.
     """
 
@@ -41,7 +41,7 @@ class RunEnergy:
     missing: tuple[str, ...] = ()
     has_other_jobs: bool = False
     starts: int = 1
-    untold: int = 0
+    num_unknown_starts: int = 0
     step: int | None = None
 
     @property
@@ -62,10 +62,18 @@ class RunEnergy:
         """The energy as text, with what was not counted, and for how many starts."""
         notes = [f"not known: {what}" for what in self.missing]
         notes += [_OTHER_JOBS_NOTE] if self.has_other_jobs and self.joules is not None else []
-        notes += [_UNKNOWN_STARTS.format(self.untold, self.starts)] if self.untold else []
+        notes += (
+            [_UNKNOWN_STARTS.format(self.num_unknown_starts, self.starts)]
+            if self.num_unknown_starts
+            else []
+        )
         if self.joules is None:
             return "; ".join(notes) or self.short_text
-        of = f"{self.starts - self.untold} starts: " if self.starts - self.untold > 1 else ""
+        of = (
+            f"{self.starts - self.num_unknown_starts} starts: "
+            if self.starts - self.num_unknown_starts > 1
+            else ""
+        )
         return "; ".join([of + self.short_text, *notes])
 
 
@@ -75,17 +83,17 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
     Fields of a wrong type are ignored.
     """
     told: list[Mapping[str, Any]] = []
-    starts = untold = 0
+    starts = num_unknown_starts = 0
     is_open = False
     for event in events:
         if event.get("kind") == "start":
-            starts, untold, is_open = starts + 1, untold + is_open, True
+            starts, num_unknown_starts, is_open = starts + 1, num_unknown_starts + is_open, True
         elif event.get("kind") == ENERGY_EVENT:
             told.append(event)
             is_open = False
     if not told:
         return None
-    untold += is_open
+    num_unknown_starts += is_open
     known = [event for event in told if _is_number(event.get("total_j"))]
     parts: dict[str, float] = {}
     for event in known:
@@ -106,7 +114,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
         missing=tuple(missing),
         has_other_jobs=any(event.get("has_others") is True for event in known),
         starts=max(starts, len(told)),
-        untold=untold,
+        num_unknown_starts=num_unknown_starts,
         step=next((int(e["step"]) for e in reversed(told) if _is_number(e.get("step"))), None),
     )
 

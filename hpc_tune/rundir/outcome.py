@@ -247,25 +247,27 @@ def clear_heartbeats(run_dir: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def has_died_of_memory(last: Sequence[Heartbeat]) -> bool:
+def has_died_of_memory(last_heartbeats: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
     near = HOST_LIMITS.level_thresholds[Level.TIGHT]
-    return any(_count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last)
+    return any(
+        _count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last_heartbeats
+    )
 
 
-def describe_last_heartbeats(last: Sequence[Heartbeat]) -> str:
+def describe_last_heartbeats(last_heartbeats: Sequence[Heartbeat]) -> str:
     """Describe how a run without an outcome was last seen."""
-    fullest = last[0]
+    fullest = last_heartbeats[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
     text = (
         f"it was killed: no outcome.json. Last seen on {fullest.host} at {when} while "
         f"{fullest.phase}: {format_bytes(fullest.used)} of {format_bytes(fullest.limit)} host "
         f"memory in use ({fullest.used / fullest.limit:.0%} of {fullest.limit_source})"
     )
-    kills = max(map(_count_new_kills, last))
+    kills = max(map(_count_new_kills, last_heartbeats))
     if kills:
         text += f"; since it began the kernel killed {kills} of that group's processes for memory"
-    elif has_died_of_memory(last):
+    elif has_died_of_memory(last_heartbeats):
         text += "; probably by the kernel, for memory"
     return text
 
@@ -299,17 +301,17 @@ class PreviousRun:
 
 def read_previous_run(run_dir: Path) -> PreviousRun:
     """Return what is known of the last run in ``run_dir``; empty if there was none."""
-    ended, last = read_outcome(run_dir), read_heartbeats(run_dir)
+    ended, last_heartbeats = read_outcome(run_dir), read_heartbeats(run_dir)
     if ended is not None:
         governor = ended.get("governor")
         actions = tuple(map(str, governor)) if isinstance(governor, list) else ()
         if ended.get("status") != "stopped" or "need" not in ended:
             return PreviousRun(actions)
         return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
-    if last:
-        death = f"the last run in {run_dir} did not end by itself; {describe_last_heartbeats(last)}"
+    if last_heartbeats:
+        death = f"the last run in {run_dir} did not end by itself; {describe_last_heartbeats(last_heartbeats)}"
         return PreviousRun(
-            exhausted_memory="host" if has_died_of_memory(last) else None, death=death
+            exhausted_memory="host" if has_died_of_memory(last_heartbeats) else None, death=death
         )
     return PreviousRun()
 

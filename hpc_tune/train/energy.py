@@ -107,10 +107,10 @@ def sum_node_energy(nodes: Sequence[EnergyByPart], are_exclusive: bool) -> dict[
         }
         for name, own_j in own.items():
             joules[name] += own_j
-        if node.counted:
+        if node.num_counted:
             whole, joules[WHOLE_NODES] = whole + 1, joules[WHOLE_NODES] + node.joules
-        known += bool(node.counted or any(own.values()))
-        total_j += node.joules if node.counted else sum(own.values())
+        known += bool(node.num_counted or any(own.values()))
+        total_j += node.joules if node.num_counted else sum(own.values())
     others = whole > 0 or joules[CPUS] > 0 or joules[MEMORY] > 0
     return {
         "total_j": total_j if known else None,
@@ -125,11 +125,11 @@ def sum_node_energy(nodes: Sequence[EnergyByPart], are_exclusive: bool) -> dict[
 
 
 def _has_counter(parts: EnergyByPart, name: str) -> bool:
-    return name in parts and parts[name].counted > 0
+    return name in parts and parts[name].num_counted > 0
 
 
 def _measured_energy_j(name: str, part: PartEnergy) -> float:
-    return part.joules if name == GPUS or part.counted == part.total else 0.0
+    return part.joules if name == GPUS or part.num_counted == part.total else 0.0
 
 
 def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
@@ -139,7 +139,7 @@ def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> l
         lacking = [
             parts[name]
             for parts in nodes
-            if name in parts and parts[name].counted < parts[name].total
+            if name in parts and parts[name].num_counted < parts[name].total
         ]
         if not lacking:
             continue
@@ -147,8 +147,8 @@ def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> l
         what = f"{name}{of}"
         if name == GPUS:
             total = sum(parts[GPUS].total for parts in nodes if GPUS in parts)
-            what = f"{sum(part.total - part.counted for part in lacking)} of {total} GPUs"
+            what = f"{sum(part.total - part.num_counted for part in lacking)} of {total} GPUs"
         elif name == NODE:
             what = f"the whole node{of}"
-        found.append(f"{what} ({lacking[0].why})")
+        found.append(f"{what} ({lacking[0].reason})")
     return found

@@ -25,7 +25,7 @@ ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 class CoreShare:
     """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
-    ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: how many ranks
+    ``pin``: whether the mask must be set; ``warning``: for the user; ``num_sharing_ranks``: how many ranks
     use these CPUs.
     """
 
@@ -34,7 +34,7 @@ class CoreShare:
     threads: int
     pin: bool
     warning: str | None = None
-    shared_by: int = 1
+    num_sharing_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class NumaNode:
 
 def assign_cores(
     masks: Sequence[CpuMask],
-    reachable: CpuMask,
+    reachable_cpus: CpuMask,
     local_rank: int,
-    physical: CoreLookup,
+    find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None] = (),
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
     Ranks with the same mask split it into contiguous slices. A rank keeps a mask that no other rank
     has, or that overlaps other masks. If all ranks are pinned to too few CPUs, they are spread over
-    ``reachable``; with more ranks than CPUs, each gets one thread and no slice of its own.
-    ``physical`` gives (package, core) of a CPU, so that a slice holds whole cores.
+    ``reachable_cpus``; with more ranks than CPUs, each gets one thread and no slice of its own.
+    ``find_core`` gives (package, core) of a CPU, so that a slice holds whole cores.
 
     ``gpu_nodes``: the NUMA node of each rank's GPU. The mask's CPUs at one node are then split
     among the ranks whose GPUs are at this node.
     """
-    share = _split_cores(masks, reachable, local_rank, physical, gpu_nodes)
+    share = _split_cores(masks, reachable_cpus, local_rank, find_core, gpu_nodes)
     place = gpu_nodes[local_rank] if gpu_nodes else None
     if place is None or not place.cpus or share.cpus & place.cpus:
         return share
@@ -77,39 +77,43 @@ def assign_cores(
 
 def _split_cores(
     masks: Sequence[CpuMask],
-    reachable: CpuMask,
+    reachable_cpus: CpuMask,
     local_rank: int,
-    physical: CoreLookup,
+    find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None],
 ) -> CoreShare:
     own, num_ranks, warning = masks[local_rank], len(masks), None
     same_mask_ranks = [rank for rank, mask in enumerate(masks) if mask == own]
-    if num_ranks > 1 and len(same_mask_ranks) == num_ranks > len(own) and len(reachable) > len(own):
+    if (
+        num_ranks > 1
+        and len(same_mask_ranks) == num_ranks > len(own)
+        and len(reachable_cpus) > len(own)
+    ):
         warning = (
             f"the launcher pinned all {num_ranks} ranks of this node to {_format_cpus(own)} while "
-            f"{_format_cpus(reachable)} may be used; spreading the ranks over these "
+            f"{_format_cpus(reachable_cpus)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
-        own = reachable
+        own = reachable_cpus
     if len(same_mask_ranks) > len(own):
-        num_cores = _num_cores(own, physical)
+        num_cores = _num_cores(own, find_core)
         return CoreShare(own, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
     others: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
     if others & own:
-        num_cores = _num_cores(frozenset().union(*masks), physical)
+        num_cores = _num_cores(frozenset().union(*masks), find_core)
         return CoreShare(own, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks)
-    cpus = _core_slice(own, len(same_mask_ranks), same_mask_ranks.index(local_rank), physical)
-    num_cores = _num_cores(cpus, physical)
-    fair = _num_cores(reachable, physical) // num_ranks
+    cpus = _core_slice(own, len(same_mask_ranks), same_mask_ranks.index(local_rank), find_core)
+    num_cores = _num_cores(cpus, find_core)
+    fair = _num_cores(reachable_cpus, find_core) // num_ranks
     if warning is None and 2 * num_cores <= fair:
         warning = (
-            f"a rank may use {num_cores} of the node's {_num_cores(reachable, physical)} cores, "
+            f"a rank may use {num_cores} of the node's {_num_cores(reachable_cpus, find_core)} cores, "
             f"while its share would be {fair}; if that is not intended, start with "
             f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )
     pin = cpus != masks[local_rank]
-    if near_cpus := _slice_near_gpu(own, same_mask_ranks, local_rank, physical, gpu_nodes):
-        cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, physical), True
+    if near_cpus := _slice_near_gpu(own, same_mask_ranks, local_rank, find_core, gpu_nodes):
+        cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, find_core), True
     return CoreShare(cpus, num_cores, num_cores, pin, warning)
 
 
@@ -191,22 +195,22 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
     parts = []
-    for (cores, threads, shared_by), num in counts.most_common(4):
+    for (cores, threads, num_sharing_ranks), num in counts.most_common(4):
         who = ("each" if len(shares) > 1 else "") if len(counts) == 1 else f"on {num} of them"
         cores_text = "1 core" if cores == 1 else f"{cores} cores"
         threads_text = "1 thread" if threads == 1 else f"{threads} threads"
-        if shared_by > 1:
-            parts.append(f"{cores_text} shared by {shared_by}, {threads_text} {who}")
+        if num_sharing_ranks > 1:
+            parts.append(f"{cores_text} shared by {num_sharing_ranks}, {threads_text} {who}")
         else:
             parts.append(f"{cores_text} and {threads_text} {who}".rstrip())
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
-def _core_slice(mask: CpuMask, num: int, index: int, physical: CoreLookup) -> CpuMask:
+def _core_slice(mask: CpuMask, num: int, index: int, find_core: CoreLookup) -> CpuMask:
     """Return slice ``index`` of ``num`` contiguous slices, of whole cores if there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
-        cores.setdefault(physical(cpu), []).append(cpu)
+        cores.setdefault(find_core(cpu), []).append(cpu)
     groups = [cores[key] for key in sorted(cores)]
     if len(groups) < num:
         groups = [[cpu] for group in groups for cpu in group]
@@ -218,7 +222,7 @@ def _slice_near_gpu(
     mask: CpuMask,
     same_mask_ranks: Sequence[int],
     local_rank: int,
-    physical: CoreLookup,
+    find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None],
 ) -> CpuMask | None:
     """Return the rank's slice of the mask's CPUs at its GPU's node.
@@ -236,11 +240,11 @@ def _slice_near_gpu(
         return None
     index = same_mask_ranks.index(local_rank)
     own = places[index]
-    return _core_slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
+    return _core_slice(own.cpus & mask, places.count(own), places[:index].count(own), find_core)
 
 
-def _num_cores(mask: CpuMask, physical: CoreLookup) -> int:
-    return len({physical(cpu) for cpu in mask})
+def _num_cores(mask: CpuMask, find_core: CoreLookup) -> int:
+    return len({find_core(cpu) for cpu in mask})
 
 
 def _format_cpus(mask: CpuMask) -> str:

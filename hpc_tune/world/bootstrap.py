@@ -142,7 +142,7 @@ def _rank_facts(
     """Return what each rank tells the others about itself once the groups exist."""
     return {
         "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
-        "cores": (share.num_cores, threads, share.shared_by),
+        "cores": (share.num_cores, threads, share.num_sharing_ranks),
         "notes": notes,
         "pids": _pid_namespace(),
     }

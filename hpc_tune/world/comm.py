@@ -100,7 +100,7 @@ class Comm:
     unique to this start of the job. ``sees_local_pids``: whether the ranks of a node see each
     other's processes. ``num_regroups``: how often ranks were chosen and renumbered. ``store_rank``:
     the launcher's first rank, which has the store and all connections of ``watch``. ``hang_watch``:
-    the watch behind ``watch_for_hang``, if a run has set one. ``alone``: work that this rank does
+    the watch behind ``watch_for_hang``, if a run has set one. ``solo_work``: work that this rank does
     by itself now; if it failed, the others would wait forever in any collective inside the work.
     ``activity`` and ``resume_point``: what this rank does now, and where a next start would resume.
     """
@@ -119,7 +119,7 @@ class Comm:
     num_regroups: int = 0
     store_rank: int = 0
     hang_watch: HangWatch | None = None
-    alone: list[str] = field(default_factory=list)
+    solo_work: list[str] = field(default_factory=list)
     activity: list[str] = field(default_factory=lambda: ["starting"])
     resume_point: ResumePoint = field(default_factory=ResumePoint)
 
@@ -223,7 +223,7 @@ class Comm:
         before = self.begin(what)
         result: T | None = None
         error: HpcTuneError | None = None
-        self.alone.append(what)
+        self.solo_work.append(what)
         try:
             with self.watch_for_hang(what):
                 result = work()
@@ -233,7 +233,7 @@ class Comm:
             if (error := DiskError.from_os_error(caught, what)) is None:
                 raise
         finally:
-            self.alone.pop()
+            self.solo_work.pop()
         self.agree_on_error(error, what)
         self.begin(before)
         return result  # type: ignore[return-value]
@@ -261,8 +261,8 @@ class Comm:
         return replace(self, cpu_group=_get_default_group())
 
     def _require_no_solo_work(self) -> None:
-        assert not self.alone, (
-            f"a collective within {self.alone[-1]!r}, where a rank may fail alone"
+        assert not self.solo_work, (
+            f"a collective within {self.solo_work[-1]!r}, where a rank may fail alone"
         )
 
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:

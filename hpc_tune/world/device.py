@@ -115,11 +115,11 @@ class DeviceReport:
         return cls(**{**row, "visible": tuple(row["visible"])})
 
 
-def find_visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
+def find_visible_gpus(request: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
     """Return the GPUs that this rank sees; ``folder`` is the kernel's tree of devices."""
     import torch
 
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if request == "cpu" or not torch.cuda.is_available():
         return VisibleGpus()
     try:
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -130,10 +130,10 @@ def find_visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS
 
 
 def gather_visible_gpus(
-    world: World, own: VisibleGpus, exchange: Channel
+    world: World, own_gpus: VisibleGpus, exchange: Channel
 ) -> dict[int, VisibleGpus]:
     """Return what each rank of this node sees, by rank. Collective."""
-    rows = exchange.all_gather([world.node, own.names, own.numa_nodes, own.error])
+    rows = exchange.all_gather([world.node, own_gpus.names, own_gpus.numa_nodes, own_gpus.error])
     return {
         rank: VisibleGpus(tuple(names), tuple(numa_nodes), error)
         for rank, (node, names, numa_nodes, error) in enumerate(rows)
@@ -172,7 +172,7 @@ def pci_address(gpu: Any) -> str:
     return "" if bus is None else f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
 
 
-def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
+def assign_gpus(visible_gpus: Mapping[int, Sequence[str]]) -> dict[int, str]:
     """Assign each rank of a node one of the GPUs that it sees, and no GPU twice (pure).
 
     A rank takes the first free GPU, so ranks that see the same GPUs take them in order. If none is
@@ -182,11 +182,11 @@ def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
     owner: dict[str, int] = {}
 
     def place(rank: int, visited_gpus: set[str]) -> bool:
-        free = next((gpu for gpu in seen[rank] if gpu not in owner), None)
+        free = next((gpu for gpu in visible_gpus[rank] if gpu not in owner), None)
         if free is not None:
             owner[free] = rank
             return True
-        for gpu in seen[rank]:
+        for gpu in visible_gpus[rank]:
             if gpu not in visited_gpus:
                 visited_gpus.add(gpu)
                 if place(owner[gpu], visited_gpus):
@@ -194,49 +194,49 @@ def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
                     return True
         return False
 
-    for rank in seen:
+    for rank in visible_gpus:
         place(rank, set())
     return {rank: gpu for gpu, rank in owner.items()}
 
 
 def pick_device(
-    wanted: Literal["auto", "cpu", "cuda"], world: World, seen: Mapping[int, VisibleGpus]
+    request: Literal["auto", "cpu", "cuda"], world: World, visible_gpus: Mapping[int, VisibleGpus]
 ) -> "tuple[torch.device, DeviceReport]":
     """Return this rank's device and its report; an error is reported, not raised.
 
-    ``seen``: what each rank of this node sees.
+    ``visible_gpus``: what each rank of this node sees.
     """
     import torch
 
     cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
-    own = seen[world.rank]
-    if not own.names:
+    own_gpus = visible_gpus[world.rank]
+    if not own_gpus.names:
         error = None
-        if wanted == "cuda" or own.error:
+        if request == "cuda" or own_gpus.error:
             shown = ", ".join(
                 f"{n} is {os.environ[n]}" for n in VISIBILITY_VARIABLES if n in os.environ
             )
-            found = f"cannot start CUDA ({own.error})" if own.error else "finds no GPU"
+            found = f"cannot start CUDA ({own_gpus.error})" if own_gpus.error else "finds no GPU"
             error = (
-                f"run.device={wanted}, but torch {torch.__version__} {found} on {world.hostname} "
+                f"run.device={request}, but torch {torch.__version__} {found} on {world.hostname} "
                 f"({shown or f'{_gpus_variable()} is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
-        elif wanted == "auto":
+        elif request == "auto":
             unused = explain_unused_gpus(world.hostname)
             if unused is not None and not unused.is_error:
                 return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
         return cpu, DeviceReport(*rank, "cpu", error=error)
-    names = {other: gpus.names for other, gpus in seen.items()}
+    names = {other: gpus.names for other, gpus in visible_gpus.items()}
     gpu_by_rank = assign_gpus(names)
     if world.rank not in gpu_by_rank:
         error = _describe_gpu_shortage(world, names, gpu_by_rank)
-        return cpu, DeviceReport(*rank, "cuda", visible=own.names, error=error)
-    device = torch.device("cuda", own.names.index(gpu_by_rank[world.rank]))
+        return cpu, DeviceReport(*rank, "cuda", visible=own_gpus.names, error=error)
+    device = torch.device("cuda", own_gpus.names.index(gpu_by_rank[world.rank]))
     torch.cuda.set_device(device)
     uuid, reachable = gpu_by_rank[world.rank], count_openable_gpus()
-    return device, DeviceReport(*rank, "cuda", uuid, own.names, reachable=reachable)
+    return device, DeviceReport(*rank, "cuda", uuid, own_gpus.names, reachable=reachable)
 
 
 def explain_unused_gpus(host: str) -> UnusedGpus | None:
@@ -258,12 +258,12 @@ def set_thread_device(device: "torch.device") -> None:
     torch.cuda.set_device(device)
 
 
-def numa_nodes_by_rank(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
+def numa_nodes_by_rank(visible_gpus: Mapping[int, VisibleGpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU; None without a GPU or if unknown (pure)."""
-    gpu_by_rank = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
+    gpu_by_rank = assign_gpus({rank: gpus.names for rank, gpus in visible_gpus.items()})
     return [
         gpus.numa_nodes[gpus.names.index(gpu_by_rank[rank])] if rank in gpu_by_rank else None
-        for rank, gpus in seen.items()
+        for rank, gpus in visible_gpus.items()
     ]
 
 
@@ -334,26 +334,28 @@ def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
 
 
 def _describe_gpu_shortage(
-    world: World, seen: Mapping[int, Sequence[str]], gpu_by_rank: Mapping[int, str]
+    world: World, visible_gpus: Mapping[int, Sequence[str]], gpu_by_rank: Mapping[int, str]
 ) -> str:
     """Describe the ranks that see too few GPUs: this rank, and ranks that could make room."""
-    gpus = set(seen[world.rank])
-    while more := {g for r, gpu in gpu_by_rank.items() if gpu in gpus for g in seen[r]} - gpus:
+    gpus = set(visible_gpus[world.rank])
+    while (
+        more := {g for r, gpu in gpu_by_rank.items() if gpu in gpus for g in visible_gpus[r]} - gpus
+    ):
         gpus |= more
-    ranks = [rank for rank, names in seen.items() if names and gpus.issuperset(names)]
-    together = len({gpu for names in seen.values() for gpu in names})
+    ranks = [rank for rank, names in visible_gpus.items() if names and gpus.issuperset(names)]
+    together = len({gpu for names in visible_gpus.values() for gpu in names})
     what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
     what += f" ({list_some(sorted(gpus), 8)})"
     text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {what}"
-    if together >= len(seen):
+    if together >= len(visible_gpus):
         return (
-            f"{text}, while its {len(seen)} ranks see {together} in all; show each rank all GPUs "
+            f"{text}, while its {len(visible_gpus)} ranks see {together} in all; show each rank all GPUs "
             "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
-        f"{text}; {len(seen)} ranks run there and see {together} in all: start {together} per "
-        f"node (--ntasks-per-node={together}), request {len(seen)} GPUs per node "
-        f"(--gpus-per-node={len(seen)}), or set run.device=cpu"
+        f"{text}; {len(visible_gpus)} ranks run there and see {together} in all: start {together} per "
+        f"node (--ntasks-per-node={together}), request {len(visible_gpus)} GPUs per node "
+        f"(--gpus-per-node={len(visible_gpus)}), or set run.device=cpu"
     )
 
 
@@ -384,7 +386,7 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 # In the order in which torch looks for them: only the first that is set counts.
 ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_EXPANDABLE = "expandable_segments:True"
+_EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _MEMORY_MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
 
 
@@ -411,7 +413,7 @@ def gpus_can_map_memory() -> bool:
 
 def enable_expandable_segments(
     environ: MutableMapping[str, str],
-    wanted: Literal["auto", "cpu", "cuda"],
+    request: Literal["auto", "cpu", "cuda"],
     can_map: Callable[[], bool] = gpus_can_map_memory,
 ) -> None:
     """Let the allocator grow its segments, unless ``environ`` already configures it.
@@ -419,10 +421,10 @@ def enable_expandable_segments(
     Blocks of varying sizes then leave no gaps too small to be reused. Segments grow by mapping
     memory, which some virtual GPUs cannot do: there the first allocation would fail.
     """
-    if wanted == "cpu" or any(name in environ for name in ALLOC_CONF_VARIABLES):
+    if request == "cpu" or any(name in environ for name in ALLOC_CONF_VARIABLES):
         return
     if can_map():
-        environ["PYTORCH_ALLOC_CONF"] = _EXPANDABLE
+        environ["PYTORCH_ALLOC_CONF"] = _EXPANDABLE_SEGMENTS
 
 
 def read_allocator_settings() -> Mapping[str, Any]:
@@ -438,13 +440,13 @@ def read_allocator_settings() -> Mapping[str, Any]:
 
 def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
-    wanted = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
+    request = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     told = settings.get("expandable_segments")
-    if _EXPANDABLE not in wanted or told is None or str(told).lower() in ("true", "1"):
+    if _EXPANDABLE_SEGMENTS not in request or told is None or str(told).lower() in ("true", "1"):
         return None
     return (
-        f"torch has not read {_EXPANDABLE} from the environment, so GPU memory fragments: "
-        f"torch was imported before the ranks set it. Export PYTORCH_ALLOC_CONF={_EXPANDABLE} in "
+        f"torch has not read {_EXPANDABLE_SEGMENTS} from the environment, so GPU memory fragments: "
+        f"torch was imported before the ranks set it. Export PYTORCH_ALLOC_CONF={_EXPANDABLE_SEGMENTS} in "
         "the job"
     )
 

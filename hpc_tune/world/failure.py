@@ -37,7 +37,7 @@ from hpc_tune.world.comm import Comm, Peer, StoreKeys
 from hpc_tune.world.processes import is_alive, list_ancestors
 
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
-_MAX_REASON_CHARS, _MAX_NAMED = 300, 8  # per line: characters, and ranks or hosts
+_MAX_REASON_CHARS, _MAX_NAMED_RANKS = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
 _BROKEN_CONNECTION_SIGNS = (
     "connection closed",
@@ -99,8 +99,8 @@ def end_world(
 
 def _report(comm: Comm | None, error: BaseException) -> int:
     exit_code = find_exit_code(error)
-    if (told := claim_failure_report(comm, error)) is not None:
-        print_failure(told)
+    if (failure := claim_failure_report(comm, error)) is not None:
+        print_failure(failure)
         announce_exit(comm, exit_code)
     return exit_code
 
@@ -110,11 +110,11 @@ def find_exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
 
 
-def print_failure(told: Failure) -> None:
+def print_failure(failure: Failure) -> None:
     """Print what one rank reports for the world, followed by its details."""
-    print_line(f"{told.who}{told.reason}")
-    if told.details is not None:
-        print_line(told.details)
+    print_line(f"{failure.who}{failure.reason}")
+    if failure.details is not None:
+        print_line(failure.details)
 
 
 def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | None:
@@ -143,20 +143,22 @@ def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | N
     return _describe_failure(rank_label(comm), error, comm)
 
 
-def gone_error(gone_ranks: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
+def gone_error(gone_ranks: Sequence[Peer], roster: Sequence[Peer], operation: str) -> GoneError:
     """Return the error that names the ranks that have ended, or their host if all of it is gone."""
     said, lost_hosts = [], []
     for node in dict.fromkeys(peer.node for peer in gone_ranks):
         of_node = [peer for peer in roster if peer.node == node]
-        lost = [peer for peer in gone_ranks if peer.node == node]
-        if len(lost) == len(of_node) and any(peer.node != node for peer in roster):
-            lost_hosts.append(lost[0].hostname)
-            said.append(f"host {lost[0].hostname} ({format_ranks(lost)})")
+        lost_peers = [peer for peer in gone_ranks if peer.node == node]
+        if len(lost_peers) == len(of_node) and any(peer.node != node for peer in roster):
+            lost_hosts.append(lost_peers[0].hostname)
+            said.append(f"host {lost_peers[0].hostname} ({format_ranks(lost_peers)})")
         else:
-            said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
+            said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost_peers]
     verb = "is" if len(said) == 1 else "are"
     facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone_ranks]}
-    return GoneError(f"{list_some(said, _MAX_NAMED, ', ')} {verb} gone while {doing}", facts)
+    return GoneError(
+        f"{list_some(said, _MAX_NAMED_RANKS, ', ')} {verb} gone while {operation}", facts
+    )
 
 
 @dataclass(frozen=True)
@@ -189,12 +191,12 @@ def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], size: int) -> 
 def stalled_error(
     progress_by_rank: Mapping[int, RankProgress],
     roster: Sequence[Peer],
-    doing: str,
+    operation: str,
     limit_s: float,
     gone_ranks: set[int],
     trace: str | None,
 ) -> StalledError:
-    """Return the error that names the late ranks; ``doing``: what this rank waits in.
+    """Return the error that names the late ranks; ``operation``: what this rank waits in.
 
     ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have ended. ``trace``:
     the folder of the traces of collectives, if any.
@@ -207,8 +209,10 @@ def stalled_error(
     if not late:
         lines = sorted({place.line for place in progress_by_rank.values()})
         said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
-    words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {list_some(said, 4, '; ')}"
-    facts: dict[str, object] = {"during": doing, "late_ranks": late}
+    words = (
+        f"{operation}: no progress for {limit_s:.0f} s (run.timeout): {list_some(said, 4, '; ')}"
+    )
+    facts: dict[str, object] = {"during": operation, "late_ranks": late}
     if trace is not None:
         words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
         facts["trace"] = trace
@@ -228,11 +232,11 @@ def _describe_process(peer: Peer) -> str:
     return f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
 
 
-def unresponsive_ranks_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledError:
+def unresponsive_ranks_error(peers: Sequence[Peer], operation: str, limit_s: float) -> StalledError:
     """Return the error that names ranks without any thread that answers."""
     verb = "does" if len(peers) == 1 else "do"
     return StalledError(
-        f"{list_some(map(_describe_process, peers), 4, ', ')} {verb} not answer while {doing}, "
+        f"{list_some(map(_describe_process, peers), 4, ', ')} {verb} not answer while {operation}, "
         f"for {limit_s:.0f} s ({liveness.GIL_TIMEOUT_FACTOR} x run.timeout): a process is stopped, "
         "or hangs outside of Python",
         {"late_ranks": [peer.rank for peer in peers]},
@@ -240,15 +244,15 @@ def unresponsive_ranks_error(peers: Sequence[Peer], doing: str, limit_s: float) 
 
 
 def lost_host_error(
-    lost: Sequence[Peer], own_host: str, doing: str, limit_s: float
+    lost_peers: Sequence[Peer], own_host: str, operation: str, limit_s: float
 ) -> LostHostError:
-    """Return the error that names the host of ``lost``, which are all of its ranks."""
-    host = lost[0].hostname
+    """Return the error that names the host of ``lost_peers``, which are all of its ranks."""
+    host = lost_peers[0].hostname
     return LostHostError(
-        f"host {host} ({format_ranks(lost)}) has not answered in {limit_s:.0f} s "
-        f"(run.host_timeout) while {doing}: it is down, or the network between it and {own_host} "
+        f"host {host} ({format_ranks(lost_peers)}) has not answered in {limit_s:.0f} s "
+        f"(run.host_timeout) while {operation}: it is down, or the network between it and {own_host} "
         "is cut",
-        {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost]},
+        {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost_peers]},
     )
 
 
@@ -256,7 +260,7 @@ def format_ranks(peers: Sequence[Peer]) -> str:
     """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
     ranks = [peer.rank for peer in peers]
     numbers = ", ".join(map(str, ranks))
-    if len(ranks) > _MAX_NAMED and ranks == list(range(ranks[0], ranks[-1] + 1)):
+    if len(ranks) > _MAX_NAMED_RANKS and ranks == list(range(ranks[0], ranks[-1] + 1)):
         numbers = f"{ranks[0]}-{ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 

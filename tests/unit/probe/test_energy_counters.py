@@ -84,7 +84,7 @@ def test_packages_and_their_memory_count_and_zones_within_them_do_not(tmp_path, 
 
     parts = measured(tmp_path, change)
     assert parts.keys() == {"CPUs", "memory"}
-    assert (parts["CPUs"].joules, parts["CPUs"].counted) == (2 + 5, 2)
+    assert (parts["CPUs"].joules, parts["CPUs"].num_counted) == (2 + 5, 2)
     assert parts["memory"].joules == 1
 
 
@@ -136,7 +136,7 @@ def test_two_readings_tell_what_was_spent_or_that_they_do_not(before, now, gap_s
 def test_a_node_without_counters_says_so(tmp_path, no_driver):
     parts = measured(tmp_path, lambda: None)
     assert parts.keys() == {"CPUs"}
-    assert parts["CPUs"].counted == 0
+    assert parts["CPUs"].num_counted == 0
     assert parts["CPUs"].why == f"{tmp_path}/class/powercap: the kernel shows no RAPL counter there"
 
 
@@ -145,7 +145,7 @@ def test_a_counter_that_only_root_may_read_is_not_known():
         raise PermissionError(13, "Permission denied")
 
     part = EnergyMeter([EnergyCounter("CPUs", "energy_uj", read)]).end()["CPUs"]
-    assert (part.counted, part.total, part.why) == (0, 1, "energy_uj: Permission denied")
+    assert (part.num_counted, part.total, part.why) == (0, 1, "energy_uj: Permission denied")
 
 
 @pytest.mark.parametrize("name", ["energy_uj", "max_energy_range_uj"])
@@ -154,7 +154,7 @@ def test_a_counter_that_cannot_be_read_is_not_known(tmp_path, no_driver, name):
     file.unlink()
     file.mkdir()
     part = measured(tmp_path, lambda: None)["CPUs"]
-    assert (part.counted, part.total) == (0, 1)
+    assert (part.num_counted, part.total) == (0, 1)
     assert part.why.endswith(": Is a directory")
 
 
@@ -171,7 +171,7 @@ def test_gpus_by_the_driver(tmp_path, monkeypatch, millijoules, joules, why):
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     gpus = ["0000:17:00.0", "0000:18:00.0"]
     part = measured(tmp_path, lambda: setattr(driver, "millijoules", millijoules), gpus)["GPUs"]
-    assert (part.joules, part.counted, part.total) == (joules, joules > 0, 2)
+    assert (part.joules, part.num_counted, part.total) == (joules, joules > 0, 2)
     assert part.why == (
         f"GPU 0000:17:00.0: {why}"
         if why
@@ -185,7 +185,7 @@ def test_a_gpu_without_nvidias_driver_by_the_kernel(tmp_path, no_driver):
     (file := file / "energy1_input").write_text("1000000\n")
     gpus = ["0000:c1:00.0", "0000:c6:00.0", ""]
     part = measured(tmp_path, lambda: file.write_text("31000000\n"), gpus)["GPUs"]
-    assert (part.joules, part.counted, part.total) == (30.0, 1, 3)
+    assert (part.joules, part.num_counted, part.total) == (30.0, 1, 3)
     assert part.why.startswith("GPU 0000:c6:00.0: neither its maker's driver nor")
 
 
@@ -243,7 +243,7 @@ def test_amds_gpus_by_its_library_and_else_by_the_kernel(amd, monkeypatch, name)
 
     part = measured(amd, change, AMD)["GPUs"]
     assert part.joules == pytest.approx(2_000_000 * 15.3e-6 + 7)
-    assert (part.counted, part.total) == (2, 3)
+    assert (part.num_counted, part.total) == (2, 3)
     assert part.why == "GPU 0000:c2:00.0: its counter stood still"
 
 
@@ -257,7 +257,7 @@ def test_a_gpu_of_which_amds_library_and_the_kernel_tell_nothing_says_why(amd, m
 def test_without_amds_library_the_kernel_tells(amd, monkeypatch, module):
     monkeypatch.setitem(sys.modules, "amdsmi", module)
     part = measured(amd, lambda: kernel_counts(amd, 5), AMD)["GPUs"]
-    assert (part.joules, part.counted, part.total) == (10.0, 2, 3)
+    assert (part.joules, part.num_counted, part.total) == (10.0, 2, 3)
 
 
 def test_an_amdsmi_that_lacks_its_own_library_is_none_and_prints_nothing(amd, monkeypatch, capsys):
@@ -269,7 +269,7 @@ def test_an_amdsmi_that_lacks_its_own_library_is_none_and_prints_nothing(amd, mo
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
     part = measured(amd, lambda: kernel_counts(amd, 5), AMD)["GPUs"]
-    assert part.counted == 2
+    assert part.num_counted == 2
     assert capsys.readouterr().out == ""
 
 
@@ -277,7 +277,7 @@ def test_amds_library_is_not_asked_where_its_driver_is_not(tmp_path, no_driver, 
     monkeypatch.setitem(sys.modules, "amdsmi", library := AmdSmi())
     library.amdsmi_init = lambda flag: pytest.fail("it was asked")
     part = measured(tmp_path, lambda: None, AMD)["GPUs"]
-    assert (part.counted, part.total) == (0, 3)
+    assert (part.num_counted, part.total) == (0, 3)
 
 
 def test_the_whole_node_by_crays_counter(tmp_path, no_driver):

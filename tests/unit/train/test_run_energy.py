@@ -97,7 +97,7 @@ def test_starts_add_up_and_those_that_told_nothing_are_counted():
         "not known for 1 of 3 starts, which were killed, failed, or are not over"
     )
     assert sum_energy([start, {"kind": "stop"}]) is None
-    assert sum_energy([start, of_a_start, start]).untold == 1
+    assert sum_energy([start, of_a_start, start]).num_unknown_starts == 1
 
 
 def test_events_of_any_content_are_read(tmp_path):
