@@ -23,10 +23,11 @@ class PreferencePairs:
     A pair is two documents of one row, the chosen answer before the rejected one, both after the
     same prompt. Rows of labeled answers are pairs without a second document.
     ``num_loss_tokens_P2``: tokens with loss of each document, int64. ``reference_log_probs_P2``:
-    summed log-probabilities under the reference, fp32, zeros without a reference. ``is_desirable_P``:
-    the labels of labeled answers, bool; empty for pairs. ``kl``: the step's mean difference to the
-    reference on mismatched answers, not below 0. ``num_own_loss_tokens_P2``: if ranks share rows,
-    the part of ``num_loss_tokens_P2`` on this rank; else None.
+    summed log-probabilities under the reference, fp32, zeros without a reference.
+    ``is_desirable_P``: the labels of labeled answers, bool; empty for pairs. ``kl``: the step's
+    mean difference to the reference on mismatched answers, not below 0.
+    ``num_own_loss_tokens_P2``: if ranks share rows, the part of ``num_loss_tokens_P2`` on this
+    rank; else None.
     """
 
     num_loss_tokens_P2: torch.Tensor
@@ -147,7 +148,7 @@ class Batch:
         change_tokens: Callable[[torch.Tensor], torch.Tensor],
         other: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
-        """Return a copy with ``change_tokens`` applied to tensors of shape BT, ``other`` to the rest.
+        """Return a copy: ``change_tokens`` applied to tensors of shape BT, ``other`` to the rest.
 
         A mismatched batch has its own ``pairs``: the same with other numbers of tokens.
         """

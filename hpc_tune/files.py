@@ -69,8 +69,8 @@ def _describe_refusal(blocked_path: Path, status: os.stat_result, wanted: str, o
     is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
     regroup = "" if is_mine else f"chgrp -R to a group that includes {me}, "
     return (
-        f"{blocked_path} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For a "
-        f"folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
+        f"{blocked_path} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For "
+        f"a folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
         "and umask 002 before each run; or use a folder of your own"
     )
 

@@ -28,7 +28,7 @@ CACHE_INTERNAL_NAME = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of a revision, ``reason`` it was chosen, and the folders of the other revisions."""
+    """The folder of a revision, why it was chosen, and the folders of the other revisions."""
 
     path: Path
     reason: str

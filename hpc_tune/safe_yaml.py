@@ -68,7 +68,7 @@ def _num_values(node: Any, known: dict[int, float], level: int) -> float:
 
 
 def load_yaml(text: str, scalars_as_text: bool = False) -> Any:
-    """Return the value of a YAML text; with ``scalars_as_text`` all its scalars except null are text.
+    """Return the value of a YAML text; with ``scalars_as_text`` all scalars except null are text.
 
     Raises:
         ValueError: if it is not YAML, has a duplicate key, or is too large or too deep; the message

@@ -155,8 +155,9 @@ def find_ending(
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``reported`` (``outcome.read_ending``, or nothing), or else follow from the
-    launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose ranks died.
+    They are what its ranks ``reported`` (``outcome.read_ending``, or nothing), or else follow from
+    the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose
+    ranks died.
     """
     if code == EXIT_USER_ERROR and reported.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.

@@ -70,7 +70,7 @@ class ExpertTimings:
         """Return the medians, and the ratios of the rounds, as cells of a table."""
         ratios = [mine / theirs for mine, theirs in zip(self.ours, self.stock, strict=True)]
         theirs, mine, ratio = map(statistics.median, (self.stock, self.ours, ratios))
-        mib = " | ".join(f"{kept_bytes / 2**20:.0f} MiB" for kept_bytes in self.kept_bytes)
+        mib = " | ".join(f"{kept / 2**20:.0f} MiB" for kept in self.kept_bytes)
         disturbed = sum(share > DISTURBED_SHARE for share in self.others)
         return (
             f"{theirs:.0f} | {mine:.0f} | {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
@@ -140,9 +140,8 @@ def _start(who: str, folder: Path, dtype: str, kind: str, num_tokens: int) -> Co
         target=_serve, args=(theirs, who, folder, dtype, kind, num_tokens), daemon=True
     )
     before = dict(os.environ)
-    os.environ.update(
-        OUR_VARIABLES if who == "ours" else {}
-    )  # libraries read it when they are loaded
+    # Libraries read it when they are loaded.
+    os.environ.update(OUR_VARIABLES if who == "ours" else {})
     process.start()
     os.environ.clear()
     os.environ.update(before)

@@ -31,7 +31,7 @@ class ShapeSpeed:
 
 
 def run_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the steps on ``asked.ranks`` ranks, plan them, print both; return all figures."""
+    """Run the steps on ``args.ranks`` ranks, plan them, print both; return all figures."""
     is_shape = args.model.startswith("shape:")
     words = [
         f"model.path={args.model if is_shape else Path(args.model).resolve()}",

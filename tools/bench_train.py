@@ -128,7 +128,7 @@ class _Contenders:
     def __init__(
         self, args: argparse.Namespace, peer_python: str, folder: Path, prepared: Path, tokens: Path
     ) -> None:
-        self._asked, self._python, self._folder = args, peer_python, folder
+        self._args, self._python, self._folder = args, peer_python, folder
         self._prepared, self._tokens = prepared, tokens
         self._names = [OUR_NAME, *args.peers]
 
@@ -137,17 +137,17 @@ class _Contenders:
         found = {}
         for name in self._names[:: 1 if number % 2 == 0 else -1]:
             out = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
-            wait_for_quiet(self._asked.quiet_wait)
+            wait_for_quiet(self._args.quiet_wait)
             if name == OUR_NAME:
-                run = _run_hpc_tune(self._asked, self._prepared, out)
+                run = _run_hpc_tune(self._args, self._prepared, out)
             else:
                 try:
-                    run = _run_peer(self._asked, name, self._python, self._tokens, out)
+                    run = _run_peer(self._args, name, self._python, self._tokens, out)
                 except SystemExit as error:  # the others are still worth measuring
                     print(f"{error}\n{name} failed and is left out", flush=True)
                     self._names.remove(name)
                     continue
-            print(f"round {number + 1}/{self._asked.rounds} {name}: {sentence(run)}", flush=True)
+            print(f"round {number + 1}/{self._args.rounds} {name}: {sentence(run)}", flush=True)
             found[name] = run
             shutil.rmtree(out)
         return found

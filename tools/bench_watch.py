@@ -24,10 +24,8 @@ import psutil
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
 WARM = 2  # steps whose time does not count
-QUIET, DISTURBED_SHARE = (
-    0.05,
-    0.10,
-)  # others' share below which a run begins; above which it is repeated
+# Others' share below which a run begins; above which it is repeated.
+QUIET, DISTURBED_SHARE = 0.05, 0.10
 WINDOW_S = 2.0  # less gives a coarse share: the kernel counts in hundredths of a second
 
 

@@ -5,8 +5,8 @@ for an H100, of which cuBLAS reaches about 640 at its power limit with random va
 other cards are scaled likewise where none were published. ``attention``: flop/s of a causal forward
 and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7). FlashAttention
 3, available on Hopper only, is 1.5 to 2 and 1.5 to 1.75 times as fast there, by its paper
-(arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_bytes_per_s``: what nccl-tests calls the bus
-bandwidth of large messages within a node. None of it was measured by this project.
+(arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_bytes_per_s``: what nccl-tests calls
+the bus bandwidth of large messages within a node. None of it was measured by this project.
 """
 
 from dataclasses import dataclass

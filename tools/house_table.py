@@ -113,8 +113,9 @@ def circles_in(package: Path) -> list[list[str]]:
 def module_state(trees: Trees) -> list[str]:
     """Return "file NAME" for each name at the top of a file whose value changes.
 
-    It changes by ``global``, an attribute, an item, a method in MUTATING, or because its class
-    changes itself. Scopes are ignored: a local name that some file has at its top counts as that.
+    It changes by ``global``, an attribute, an item, a method in MUTATING_METHODS, or because its
+    class changes itself. Scopes are ignored: a local name that some file has at its top counts as
+    that.
     """
     changed = set[str]().union(*map(_find_changed_names, trees.values()))
     found = []

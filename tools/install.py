@@ -204,7 +204,7 @@ def _hold_versions(
 def _find_missing(
     python: str, requirements: Sequence[str], constraints: Path, wheels: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, version) of what pip would install for ``requirements``, except packages of torch."""
+    """Yield (name, version) of what pip would install for ``requirements``, except torch's."""
     report = constraints.with_name("report.json")
     options = ["--dry-run", "--quiet", "--report", str(report), *wheels]
     if "torch" not in _ask_python(python, _LIST_INSTALLED_CODE):

@@ -40,7 +40,7 @@ from hpc_tune.engine.context_parallel import try_sharing_attention
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_host_limit, trim_heap
-from hpc_tune.model.build import resolve_dtype
+from hpc_tune.model.build import BuiltModel, resolve_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY_MODEL
 from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.experts import require_shardable_experts
@@ -158,7 +158,7 @@ MAX_SHOWN_LAYOUTS = 5
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result: ``rows`` are the fastest that fit, ``unfit_candidates`` faster ones that do not fit.
+    """The result: ``rows`` are the fastest that fit, ``unfit_candidates`` faster ones that do not.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
@@ -211,18 +211,16 @@ def choose_layout_for_command(
 def search_layout(
     config: RunConfig, machine: Machine, measurements: Measurements, cluster: Cluster | None = None
 ) -> LayoutChoice:
-    """Return the fastest layout that fits ``machine``, and the next ones. If ``measurements`` does not
-    say how fast ranks compute, the data sheets of ``cluster`` do.
+    """Return the fastest layout that fits ``machine``, and the next ones.
+
+    If ``measurements`` do not say how fast ranks compute, the data sheets of ``cluster`` do.
 
     Raises:
         ConfigError: if no layout is legal or fits, or neither says how fast ranks compute.
         DataError: as ``make_plan``.
     """
-    parallel_config, seq_len, num_ranks = (
-        config.parallel,
-        config.data.seq_len,
-        len(measurements.nodes),
-    )
+    parallel_config, seq_len = config.parallel, config.data.seq_len
+    num_ranks = len(measurements.nodes)
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
@@ -238,19 +236,9 @@ def search_layout(
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measurements.links, measurements.nodes)
-    allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
-    may_shard_experts = allows_expert_parallel(parallel_config, config.train)
-    num_experts = (
-        require_shardable_experts(built.module, parallel_config.expert) if may_shard_experts else 1
-    )
-    layouts = legal_layouts(
-        parallel_config, built.config, num_ranks, allow_tensor_parallel, num_experts
-    )
-    if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
-        layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    may_share = parallel_config.context == 1 and allows_context_parallel(
-        parallel_config, config.train
-    )
+    layouts = _list_layouts(config, built, num_ranks)
+    may_share = parallel_config.context == 1
+    may_share = may_share and allows_context_parallel(parallel_config, config.train)
     may_share = may_share and try_sharing_attention(built.module)
     shared: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share:
@@ -271,10 +259,8 @@ def search_layout(
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
     search = _LayoutSearch(work, machine, num_ranks, parallel_config, plan_of, rows_of)
-    predict_more_candidates = partial(predict_candidates, shared[1], *common_arguments)
-    rows, unfit_candidates = search.select_fastest_candidates(
-        legal_candidates, predict_more_candidates
-    )
+    predict_more = partial(predict_candidates, shared[1], *common_arguments)
+    rows, unfit_candidates = search.select_fastest_candidates(legal_candidates, predict_more)
     layout = resolve(parallel_config, size, built.config, machine, num_ranks).layout
     layout_without_auto = next((c for c in legal_candidates if c.layout == layout), None)
     single_rank = next((c for c in legal_candidates if c.layout.size == 1), None)
@@ -282,6 +268,19 @@ def search_layout(
     return LayoutChoice(
         rows, unfit_candidates, layout_without_auto, single_rank, num_ranks, row_sharing_reason
     )
+
+
+def _list_layouts(config: RunConfig, built: BuiltModel, num_ranks: int) -> list[Layout]:
+    parallel_config, num_experts = config.parallel, 1
+    if allows_expert_parallel(parallel_config, config.train):
+        num_experts = require_shardable_experts(built.module, parallel_config.expert)
+    allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
+    layouts = legal_layouts(
+        parallel_config, built.config, num_ranks, allow_tensor_parallel, num_experts
+    )
+    if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
+        layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
+    return layouts
 
 
 def _explain_row_sharing(best: Layout, num_rows: int) -> str:
@@ -389,7 +388,7 @@ class _LayoutSearch:
         legal_candidates: Sequence[Candidate],
         predict_more_candidates: Callable[[], Sequence[Candidate]],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the fastest of ``legal_candidates`` that fits and slower ones, and faster ones that do not.
+        """Return the fastest candidate that fits and slower ones, and faster ones that do not fit.
 
         Slower ones are not planned: they may not fit. If none fits, the candidates that
         ``predict_more_candidates`` returns are tried too.
@@ -431,9 +430,8 @@ class _LayoutSearch:
         room = machine.bytes_per_rank
         tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
         most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
-        if layout.expert == 1 and upper_bound_fits(
-            most, machine
-        ):  # else sent tokens are copied too
+        # With sharded experts, sent tokens are copied too.
+        if layout.expert == 1 and upper_bound_fits(most, machine):
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
         least = max(
             (p.lower_bound_bytes(candidate, work.size) for p in self.planned_candidates), default=0

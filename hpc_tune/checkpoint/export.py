@@ -177,9 +177,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         kinds = config.target_modules
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
-            others = (
-                path for path in paths if not adapted_layer(path) and TOKEN_DELTA_SUFFIX not in path
-            )
+            others = (p for p in paths if not adapted_layer(p) and TOKEN_DELTA_SUFFIX not in p)
             config.modules_to_save = sorted({path.rpartition(".")[0] for path in others})
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)

@@ -157,8 +157,8 @@ class MergedModel:
         if (found := find_non_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{name} cannot be merged: its value at {list(found.position)} would be {found.value:g} "
-                f"in {kind}"
+                f"{name} cannot be merged: its value at {list(found.position)} would be "
+                f"{found.value:g} in {kind}"
                 + _ALTERNATIVES.get(out.dtype, "; the checkpoint, or its base, is damaged")
             )
         return out

@@ -237,7 +237,7 @@ def _verify_file(file: Path, entry: dict[str, Any]) -> None:
 
 
 def _retry_read(file: Path, operation: Callable[[], T]) -> T:
-    """Return the result of ``operation`` a file of a checkpoint, with retries.
+    """Return the result of ``operation``, which reads a file of a checkpoint, with retries.
 
     Raises:
         CheckpointError: if it is missing or no file. NoRightError: if this user may not read it.

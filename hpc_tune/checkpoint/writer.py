@@ -171,8 +171,8 @@ def choose_staging_bytes(
 ) -> int:
     """Return up to how many bytes a rank may copy of the ``total_bytes`` that it saves, maybe 0.
 
-    ``requested_bytes`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
-    bytes in addition to the ``kept`` ones of the last save.
+    ``requested_bytes`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for
+    that many bytes in addition to the ``kept`` ones of the last save.
     """
     if requested_bytes != "auto":
         sizes = [requested_bytes]

@@ -107,8 +107,8 @@ _DRAIN_STATE = "drain"
 class LaunchCommand:
     """The command that starts the ranks: its words, added environment variables, and its nodes.
 
-    If it has ``num_missing_nodes`` nodes fewer than wanted, ``settings`` adapt the layout, and ``summary`` says
-    so.
+    If it has ``num_missing_nodes`` fewer than wanted, ``settings`` adapt the layout, and
+    ``summary`` says so.
     """
 
     words: Sequence[str]
@@ -131,11 +131,8 @@ class JobNodes:
     ) -> None:
         """Take the launcher's command, and the settings of the run."""
         job, self._parallel = job or SlurmConfig(), parallel or ParallelConfig()
-        self._launch, self.spares, self._min_num_nodes = (
-            list(launch),
-            job.spare_nodes,
-            job.min_nodes,
-        )
+        self._launch, self.spares = list(launch), job.spare_nodes
+        self._min_num_nodes = job.min_nodes
         self._section = job.section
         self._steps: set[str] = set()  # the names of the steps that the launcher creates
         self.left_out: dict[str, str] = {}
@@ -187,7 +184,8 @@ class JobNodes:
         left, of = len(self._usable_nodes), len(self._job_nodes)
         if not self.can_choose_nodes or left >= self._min_num_nodes:
             return None
-        return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._min_num_nodes}"
+        minimum = f"{self._section}.min_nodes={self._min_num_nodes}"
+        return f"{left} of {of} nodes are left, fewer than {minimum}"
 
     def command(self) -> LaunchCommand:
         """Return the command of the next start, on as many nodes as wanted if they are left.
@@ -228,7 +226,7 @@ class JobNodes:
         has_cause: bool = False,
         certain_suspects: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
-        """After a failed start on ``used_nodes``, leave out nodes from now on; return them, and why.
+        """After a failed start on ``used_nodes``, leave out nodes from now on; return them and why.
 
         Also return whether nothing else is to blame: Slurm or a probe calls them lost, or they were
         already tried once more. ``suspects``: the nodes that the launcher or the report names; they

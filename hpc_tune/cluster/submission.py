@@ -51,8 +51,8 @@ def choose_scheduler(
 ) -> JobConfig:
     """Return the section of the scheduler that gets the job.
 
-    It is the one that is ``scheduler_name``, else the only one whose section is given, else the only one
-    that this host has. Without any it is Slurm's, for a script that is only looked at.
+    It is the one named ``scheduler_name``, else the only one whose section is given, else the only
+    one that this host has. Without any it is Slurm's, for a script that is only looked at.
 
     Raises:
         ConfigError: if this does not decide between the two.

@@ -170,8 +170,8 @@ def _explain_unused_gpus(
         hiding_variables = [said for said in hiding_variables if said.startswith("CUDA_")]
     if hiding_variables:
         return (
-            f"{' and '.join(hiding_variables)} hides them from this process; start the step with its GPUs "
-            "(srun --gpus-per-node=N), or unset it"
+            f"{' and '.join(hiding_variables)} hides them from this process; start the step with "
+            "its GPUs (srun --gpus-per-node=N), or unset it"
         )
     if not present:
         where = "/sys/class/kfd" if maker == "AMD" else "/proc/driver/nvidia"

@@ -112,11 +112,11 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
         raise ConfigError(f"{name}={path}: {error}") from None
     if found is None:
         return path
-    other_paths = ", ".join(path.name for path in found.other_paths[:5])
-    other_paths = f"; also there: {other_paths}" if other_paths else ""
+    others = ", ".join(path.name for path in found.other_paths[:5])
+    others = f"; also there: {others}" if others else ""
     log.info(
         "%s=%s: revision %s (%s) of the hub's cache, %s%s",
-        *(name, path, found.path.name, found.reason, found.path, other_paths),
+        *(name, path, found.path.name, found.reason, found.path, others),
     )
     return str(found.path)
 
@@ -330,9 +330,8 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     expected: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
-        in_source = _SOURCE_KEY_PATTERN.match(
-            name
-        )  # data.sources.0.path.str: the branch is cut off
+        # data.sources.0.path.str: the branch is cut off
+        in_source = _SOURCE_KEY_PATTERN.match(name)
         if error["type"] == "extra_forbidden":
             for one in _names_in_section(name, error["input"]):
                 near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (one, known)
@@ -457,11 +456,11 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
-        value, scalars_as_text = load_yaml(text), load_yaml(text, scalars_as_text=True)
+        value, value_as_text = load_yaml(text), load_yaml(text, scalars_as_text=True)
         value = (
-            scalars_as_text
+            value_as_text
             if key in text_setting_names()
-            else _restore_text({key: value}, {key: scalars_as_text})[key]
+            else _restore_text({key: value}, {key: value_as_text})[key]
         )
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:

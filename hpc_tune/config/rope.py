@@ -31,8 +31,8 @@ SCALING_KEYS = frozenset(("rope_type", "type", "alpha")).union(
     *_REQUIRED_KEYS.values(), *_OPTIONAL_KEYS.values()
 )
 _ORIGINAL_LENGTH_HINT = (
-    f"{ORIGINAL_LENGTH_KEY}, the tokens that the model was trained with (max_position_embeddings of its "
-    "config.json)"
+    f"{ORIGINAL_LENGTH_KEY}, the tokens that the model was trained with "
+    "(max_position_embeddings of its config.json)"
 )
 
 

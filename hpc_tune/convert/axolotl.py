@@ -444,8 +444,8 @@ _TODO_KEYS = {
     "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
     rules.SHUFFLE_REASON: "curriculum_sampling sample_packing_sequentially",
     "there is one learning rate for all weights": "embedding_lr embedding_lr_scale lr_groups",
-    rules.OPTIMIZER_ADVICE: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
-    "dion_rank_fraction dion_rank_multiple_of grokfast_alpha grokfast_lamb",
+    rules.OPTIMIZER_ADVICE: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr "
+    "dion_momentum dion_rank_fraction dion_rank_multiple_of grokfast_alpha grokfast_lamb",
     hf_trainer.SCHEDULE_ADVICE: "lr_scheduler_kwargs.* lr_quadratic_warmup "
     "cosine_constant_lr_ratio lr_div_factor",
     "cross entropy of the next token is the only loss": "use_eaft",

@@ -63,7 +63,7 @@ _COLUMN_ALIASES = {"conversations": "messages"}  # a column name that needs no e
 
 
 def list_readable_data_files(dataset_list: str, theirs: ForeignConfig) -> list[str]:
-    """Return the files of all datasets in a part (such as datasets) that hpc_tune can read."""
+    """Return the files in a list of datasets, named by its key, that hpc_tune can read."""
     return [file for item in theirs.items(dataset_list) for file in _usable_files(item)]
 
 
@@ -309,7 +309,7 @@ _DATASET_RULES = rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEY
 
 
 def _dataset_list_rules(dataset_list: str, our_key: str) -> dict[str, Rule]:
-    """Return the rules for all keys of one part: datasets, test_datasets or pretraining_dataset."""
+    """Return the rules for all keys of one of DATASET_LISTS."""
     rows: dict[str, Rule] = {
         dataset_list: UnsupportedKey(
             f"set {our_key} to a file, a folder or a list of them", to_do=True

@@ -153,8 +153,9 @@ class OutcomeLine:
 class ConvertedConfig:
     """The outcome of a conversion: ``config`` is ours, the rest are lines for people.
 
-    Each of their keys is in exactly one of ``mapped_keys``, ``ignored_keys`` and ``unsupported_keys``; ``further_notes``:
-    what to do about our settings that none of their keys gives.
+    Each of their keys is in exactly one of ``mapped_keys``, ``ignored_keys`` and
+    ``unsupported_keys``. ``further_notes``: what to do about our settings that none of their keys
+    gives.
     """
 
     tool: str
@@ -402,7 +403,7 @@ class _OutcomeSheet:
                     )
 
     def conversion(self, tool: str) -> ConvertedConfig:
-        """Return the conversion from ``tool``. Decided keys that share a remark lack their values.
+        """Return the conversion from ``tool``. Ignored keys that share a remark lack their values.
 
         Raises:
             ConfigError: if a run would refuse our settings.

@@ -116,7 +116,7 @@ class MappedKey:
 
 @dataclass(frozen=True)
 class IgnoredKey:
-    """hpc_tune decides this itself; ``reason`` is the reason."""
+    """hpc_tune decides this itself, for this ``reason``."""
 
     reason: str
 
@@ -131,7 +131,7 @@ class UnsupportedKey:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of training that has no counterpart here: ``description`` it is, what to do ``advice``.
+    """A kind of training without a counterpart here. ``advice``: what to do instead.
 
     A config asks for it if one of ``keys`` (separated by spaces, without the numbers of list items)
     has a value for which ``is_asked_for`` holds.
@@ -153,9 +153,9 @@ class Refusal:
             return None
         said = ", ".join(f"{key} = {format_their_value(theirs.get(key))}" for key in found[:3])
         return (
-            f"{said} in their config: {self.description}, but hpc_tune only has supervised fine-tuning "
-            "and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is converted. "
-            f"{self.advice.format(tool=theirs.tool.name)}"
+            f"{said} in their config: {self.description}, but hpc_tune only has supervised "
+            "fine-tuning and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is "
+            f"converted. {self.advice.format(tool=theirs.tool.name)}"
         )
 
 
@@ -205,7 +205,7 @@ class Tool:
         above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
         rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
         if key not in theirs.values:
-            is_part = any(other_rule.startswith(f"{name}.") for other_rule in self.rules)
+            is_part = any(other.startswith(f"{name}.") for other in self.rules)
             return EMPTY_KEY if rule or is_part else None
         return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
 
@@ -264,8 +264,8 @@ def rule_table(
 ) -> dict[str, Rule]:
     """Return ``rows`` plus rules for keys that set nothing, given as reason -> keys (by spaces).
 
-    ``ignored_keys``: hpc_tune decides these itself. ``unsupported_keys``: not supported; ignored if a config
-    switches them off. ``to_do``: like ``unsupported_keys``, but the user must act.
+    ``ignored_keys``: hpc_tune decides these itself. ``unsupported_keys``: not supported; ignored if
+    a config switches them off. ``to_do``: like ``unsupported_keys``, but the user must act.
     """
     added = [
         rule_for_keys(IgnoredKey(reason), keys) for reason, keys in (ignored_keys or {}).items()
@@ -473,8 +473,8 @@ def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey
     which = "" if is_known else ", FILE being JSON or JSONL"
     command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'
     return UnsupportedKey(
-        f"write these records of a file to one of their own: {command}{which}; then set {our_key} to "
-        "part.jsonl",
+        f"write these records of a file to one of their own: {command}{which}; then set {our_key} "
+        "to part.jsonl",
         to_do=True,
     )
 
@@ -494,8 +494,8 @@ def record_count_rule(our_key: str, part: str) -> Rule:
 def convert_split(value: Any, our_key: str, file: Any, is_whole_data: bool) -> Outcome:
     """Return the outcome for a part of a file, such as train[:95%].
 
-    ``our_key``: our setting that names the file; ``file``: the file, if known. ``is_whole_data``: it
-    is all the data, and nothing else determines what is held out.
+    ``our_key``: our setting that names the file; ``file``: the file, if known. ``is_whole_data``:
+    it is all the data, and nothing else determines what is held out.
     """
     if value == "train":
         return IgnoredKey("files are used whole; in a folder, those of the train split")

@@ -37,7 +37,7 @@ class Render(Protocol):
     """Renders messages to text, or returns None if the template refuses them."""
 
     def __call__(self, messages: Messages, include_generation_prompt: bool = False) -> str | None:
-        """Return the text, with the generation prompt at its end if ``include_generation_prompt``."""
+        """Return the text; ``include_generation_prompt``: with the generation prompt at its end."""
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Counters:
         _count(self.dropped, reason, "other reasons")
 
     def count_truncation(self, length: int, kept_tokens: int) -> None:
-        """Count an example of ``length`` tokens, more than fit, that was cut to ``kept_tokens`` tokens."""
+        """Count an example of ``length`` tokens, more than fit, that was cut to ``kept_tokens``."""
         self.cut_tokens += length - kept_tokens
         key = str(round_length(length))
         self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1

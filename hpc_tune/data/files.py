@@ -455,8 +455,8 @@ def _advise_instead(name: str) -> str:
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
     if is_hub or "://" in name:
         return (
-            f"{missing_snapshot_hint(name, 'dataset')}; a run downloads nothing, because compute nodes "
-            "have no internet. Fetch data on the login node (from the Hugging Face hub: hf "
+            f"{missing_snapshot_hint(name, 'dataset')}; a run downloads nothing, because compute "
+            "nodes have no internet. Fetch data on the login node (from the Hugging Face hub: hf "
             "download --repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )
     parts = [part.strip() for part in name.split(",")]

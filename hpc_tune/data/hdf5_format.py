@@ -298,12 +298,11 @@ class TokenStore:
                 places = {name: _find_dataset(path, opened, name, kinds[name]) for name in kinds}
         except _HDF5_ERRORS as error:
             raise DataError(
-                f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN_ADVICE}"
+                f"{path} cannot be read as HDF5 ({error!r}); copy it again, or "
+                f"{PREPARE_AGAIN_ADVICE}"
             ) from error
         file = _OpenFile(path)
-        store = cls(
-            path, attributes, {name: Column(file, *position) for name, position in places.items()}
-        )
+        store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
         store._require_consistent()
         return store
 
@@ -531,7 +530,8 @@ def _find_dataset(
     offset = dataset.id.get_offset()
     if dataset.dtype.name not in dtypes or dataset.dtype.byteorder == ">":
         raise DataError(
-            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(dtypes)}; {PREPARE_AGAIN_ADVICE}"
+            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(dtypes)};"
+            f" {PREPARE_AGAIN_ADVICE}"
         )
     if dataset.external or dataset.is_virtual or dataset.chunks or offset is None:
         raise DataError(

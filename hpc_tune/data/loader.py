@@ -50,7 +50,7 @@ class Prefetcher:
         self._build, self._limit, self._step_bytes = build, limit, step_bytes
         self._build_lock = threading.Lock()
         self._condition = threading.Condition()
-        # Guarded by _changed. The queue holds the steps up to row _next without a gap.
+        # Guarded by _condition. The queue holds the steps up to row _next_row without a gap.
         self._queue: deque[tuple[int, list[Batch], int]] = deque()
         self._queued_bytes = self._next_row = self._generation = 0
         self._is_at_end = self._is_closed = False

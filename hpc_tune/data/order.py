@@ -1,7 +1,7 @@
 """The sampler: which documents share a row, and in which order the rows come. Pure.
 
     histogram of lengths -> patterns (a multiset of lengths, and how many rows have it)
-    stream row -> epoch, position -> shuffled row -> pattern, k -> by_length[the k-th of a length]
+    stream row -> epoch, position -> shuffled row -> pattern, k -> the k-th document of a length
 
 Packing works on the histogram, not on documents (M. M. Krell et al., "Efficient Sequence Packing
 without Cross-contamination", arXiv:2107.02027): ten million documents pack in the time that their
@@ -123,8 +123,8 @@ class PackedSampler:
     ) -> None:
         """Pack the histogram (``length_values`` rising, ``length_counts``).
 
-        ``documents_by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
-        tokens, at its end, count as ``seq_len``.
+        ``documents_by_length`` holds document numbers sorted by length; documents of ``seq_len``
+        or more tokens, at its end, count as ``seq_len``.
         """
         clipped = np.minimum(length_values, order.seq_len)
         lengths, first = np.unique(clipped, return_index=True)

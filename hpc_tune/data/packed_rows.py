@@ -141,7 +141,8 @@ class Rows(Protocol):
 class RowDocuments:
     """The P documents of a row, with the ``sides`` of each.
 
-    ``reference_log_probs_P2``: fp32, zeros without a reference. ``desirable_labels``: for labeled answers.
+    ``reference_log_probs_P2``: fp32, zeros without a reference. ``desirable_labels``: for labeled
+    answers.
     """
 
     sides: Sequence[Sequence[TokensAndMask]]

@@ -185,10 +185,8 @@ def to_pair(record: Any) -> PreferencePair:
     record = unpack_chats(
         parse_input_field(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, "prompt")
     )
-    better, worse = (
-        _find_only_field(record, CHOSEN_FIELDS),
-        _find_only_field(record, REJECTED_FIELDS),
-    )
+    better = _find_only_field(record, CHOSEN_FIELDS)
+    worse = _find_only_field(record, REJECTED_FIELDS)
     if better is None and worse is None:
         raise WrongRecord(
             f"found {format_fields(record)}; {_advise_other_objective(record)}{_EXPECTED_PAIRS}"

@@ -480,10 +480,8 @@ class RecordForm:
 
 
 _SHARED_FIELDS = ("system", "tools", "functions", *MARK_FIELDS)
-_HISTORY_FIELDS = (
-    "history",
-    *_SHARED_FIELDS,
-)  # ms-swift's queries and responses have a history, too
+# ms-swift's queries and responses have a history, too.
+_HISTORY_FIELDS = ("history", *_SHARED_FIELDS)
 FORMS = (
     RecordForm(
         ("messages",), (), _SHARED_FIELDS, lambda row: _read_dialogue(row, "messages"), "chat"

@@ -207,9 +207,8 @@ class DocumentDecoder:
         first = max(start - 1, 0)
         before = self._backend.decode(ids[first:start], skip_special_tokens=False)
         whole = self._backend.decode(ids[first:stop], skip_special_tokens=False)
-        alone = (
-            None if whole.startswith(before) else [ids[at] for at in positions]
-        )  # half a character
+        # Else the one before it ends in half a character.
+        alone = None if whole.startswith(before) else [ids[at] for at in positions]
         text = whole[len(before) :] if alone is None else self._backend.decode(alone)
         text = self._typed_token_pattern.sub(r"\\\g<0>", text)
         return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)

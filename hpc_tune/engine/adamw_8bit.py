@@ -121,10 +121,8 @@ class QuantizedMoment:
     @classmethod
     def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "QuantizedMoment":
         """Return a moment of zeros."""
-        table, num_blocks = (
-            CodeTable.make_on_device(signed, device),
-            num_values // VALUES_PER_8BIT_BLOCK,
-        )
+        table = CodeTable.make_on_device(signed, device)
+        num_blocks = num_values // VALUES_PER_8BIT_BLOCK
         scales = torch.full((num_blocks,), _MIN_SCALE, device=device)
         zero = torch.full((num_blocks, VALUES_PER_8BIT_BLOCK), 127 if signed else 0, device=device)
         return cls(zero.to(torch.uint8), scales, table)

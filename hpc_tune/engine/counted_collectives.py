@@ -160,7 +160,7 @@ class CountedCollectives:
         return self._record_timed_event() if self._cuda and self._counts else None
 
     def count_wait(self, end_event: Any, start_event: Any = None) -> None:
-        """Count the time until ``end_event``, an event of another stream, from ``start_event`` or from now."""
+        """Count the time from ``start_event``, or now, to ``end_event``, one of another stream."""
         if end_event is not None and self._counts:
             self._events.append((start_event or self._record_timed_event(), end_event))
 

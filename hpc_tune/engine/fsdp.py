@@ -71,19 +71,19 @@ def shard(
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     let_fsdp_shard_integers()
     for unit in [*experts, *_fsdp_units(built, blocks, parallel.blocks_per_unit)]:
-        are_experts = unit in experts
-        ranks = mesh.weight_mesh(includes_replicas=full, are_experts=are_experts)
+        for_experts = unit in experts
+        ranks = mesh.weight_mesh(includes_replicas=full, for_experts=for_experts)
         is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
         fully_shard(
             unit,
             mesh=ranks,
             reshard_after_forward=parallel.reshard == "block" and not is_end,
-            shard_placement_fn=partial(_placement, ranks.size(-1)) if are_experts else None,
+            shard_placement_fn=partial(_placement, ranks.size(-1)) if for_experts else None,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
         )
-        if are_experts:
+        if for_experts:
             _gather_outside_recompute(unit)
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays gathered for its backward pass, which comes next and then needs no gathering.
@@ -164,10 +164,11 @@ def _use_counted_sums(module: FSDPModule, replicas: int, collectives: CountedCol
 def prepare_backward(module: LossModel, is_last: bool, keeps_weights_gathered: bool) -> None:
     """Prepare a backward pass.
 
-    With ``keeps_weights_gathered``, gathered weights and whole gradients stay until the step's last pass.
-    Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last pass. FSDP2
-    gathers an untied embedding in backward passes too, which do not need it. If it is frozen, the
-    next forward pass finds it gathered, so only the last pass skips that; if trained, all do.
+    With ``keeps_weights_gathered``, gathered weights and whole gradients stay until the step's
+    last pass. Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last
+    pass. FSDP2 gathers an untied embedding in backward passes too, which do not need it. If it is
+    frozen, the next forward pass finds it gathered, so only the last pass skips that; if trained,
+    all do.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or not keeps_weights_gathered)

@@ -28,8 +28,8 @@ class TrainedWeight:
 
     ``partial``: its gradient is still to be summed over the tensor axis. ``num_copies``: how many
     ranks hold the same values. ``tied``: it is the last stage's copy of the embedding, which the
-    first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints. ``is_expert_parallel``: it
-    belongs to experts that are spread over ranks of the shard axis.
+    first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints.
+    ``is_expert_parallel``: it belongs to experts that are spread over ranks of the shard axis.
     """
 
     name: str
@@ -187,8 +187,8 @@ def sum_squares(
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
-    If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its number of
-    copies, so that the sum over all ranks counts it once. A tied copy is left out.
+    If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its
+    number of copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
     counted = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.tied]
     counted += [

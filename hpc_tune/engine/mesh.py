@@ -69,14 +69,14 @@ class Mesh:
         if uses_fsdp and layout.expert > 1:
             self._shards_of_experts = self._make_meshes("expert_shard", device)
 
-    def weight_mesh(self, includes_replicas: bool, are_experts: bool = False) -> DeviceMesh:
+    def weight_mesh(self, includes_replicas: bool, for_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded, 1-D.
 
-        ``includes_replicas``: 2-D, with the replicas too, if there are several. ``are_experts``: the
-        mesh for experts that are spread over ranks.
+        ``includes_replicas``: 2-D, with the replicas too, if there are several. ``for_experts``:
+        the mesh for experts that are spread over ranks.
         """
         assert self._shards is not None, "no weights are sharded"
-        alone, replicated = self._shards_of_experts if are_experts else self._shards
+        alone, replicated = self._shards_of_experts if for_experts else self._shards
         return replicated if includes_replicas else alone
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:

@@ -1,9 +1,9 @@
 """Pipeline parallelism: decoder blocks spread over ranks, which send activations to each other.
 
-    split_into_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
-    connect_stages  the groups of neighbors, each with its connection made
-    schedule_passes (pure) the order of forward and backward passes of one rank
-    Pipeline        runs that order; receives are posted ahead of the passes that need them
+    split_into_stages   the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
+    connect_stages      the groups of neighbors, each with its connection made
+    schedule_passes     (pure) the order of forward and backward passes of one rank
+    Pipeline            runs that order; receives are posted ahead of the passes that need them
 
 A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
 the axis has the same micro-batches, so it knows the shapes that it will receive, even ragged ones.

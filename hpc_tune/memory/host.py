@@ -233,7 +233,7 @@ class HostUsage:
     def _refresh_late_sum(self, group: Path, other_bytes: int, gap: int) -> None:
         """Make the kernel sum up ``group`` if its sum lags by a large ``gap`` (bytes), or is old.
 
-        The gap counts only if ``other_bytes``, the bytes charged to the group beyond the ranks', moved.
+        The gap counts only if ``other_bytes``, those charged to the group beyond the ranks', moved.
         """
         has_moved = abs(other_bytes - self._last_other_bytes) > _MAX_CHARGE_DRIFT_BYTES
         self._last_other_bytes = other_bytes
@@ -332,7 +332,7 @@ def trim_heap() -> None:
 
 
 def make_malloc_keep_blocks() -> None:
-    """Make glibc keep freed blocks of up to MAX_CACHED_BLOCK_BYTES, since a step asks for them again.
+    """Make glibc keep freed blocks of up to MAX_CACHED_BLOCK_BYTES: a step asks for them again.
 
     Its thresholds adapt up to the same size, but on the way it returns the end of the heap: 20,000
     to 100,000 page faults in a step of a 135M model. ``trim_heap`` returns what is kept.

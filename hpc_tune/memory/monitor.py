@@ -245,7 +245,8 @@ class MemoryMonitor:
         message = (
             f"host memory of {self._host}: {format_bytes(usage_bytes)} of {format_bytes(had)} "
             f"({self.limit.source}) in use while {self._activity}, "
-            f"{format_bytes(self.ranks_bytes())} of it by this job's {format_quantity(num, 'rank')} there"
+            f"{format_bytes(self.ranks_bytes())} of it by this job's "
+            f"{format_quantity(num, 'rank')} there"
         )
         return MemoryShortage(usage_bytes, had, self._activity, self._rank, self._host, message)
 

@@ -98,8 +98,8 @@ class FillLimits:
     """How full a memory may get, as shares of its limit: the only table of these shares.
 
     ``target_share``: plans advise to fill it up to here, and the search for a micro-batch size
-    does. A plan that needs more than ``max_share`` is refused. ``level_thresholds``: where the governor's
-    levels begin; on the way down a level ends only ``level_hysteresis`` below that.
+    does. A plan that needs more than ``max_share`` is refused. ``level_thresholds``: where the
+    governor's levels begin; on the way down a level ends only ``level_hysteresis`` below that.
     """
 
     target_share: float
@@ -151,9 +151,9 @@ _RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent`` of them are never
-    undone. ``is_settling``: the last action's effect is awaited. ``patience``: the calm steps after
-    which the last action is undone.
+    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent`` of
+    them are never undone. ``is_settling``: the last action's effect is awaited. ``patience``: the
+    calm steps after which the last action is undone.
     """
 
     taken_actions: tuple[Action, ...] = ()
@@ -213,8 +213,8 @@ def device_level(
 ) -> Level:
     """Return the level of a device for a step's peak, given the level before.
 
-    ``step_retries``: for each of the last RETRY_WINDOW_STEPS steps, whether the allocator had to free
-    its cache. If that persists, every step is slower, and the next longer batch may not fit.
+    ``step_retries``: for each of the last RETRY_WINDOW_STEPS steps, whether the allocator had to
+    free its cache. If that persists, every step is slower, and the next longer batch may not fit.
     """
     if sum(step_retries) >= _MIN_RETRIED_STEPS and step_retries[-1]:
         return Level.HIGH
@@ -228,8 +228,8 @@ def decide_action(
 ) -> tuple[PolicyState, ActionDecision | None]:
     """Return the policy's state after this step boundary, and the decision.
 
-    ``available_actions`` are the actions that can still save memory; an action that was taken is among them
-    only if it can be taken again.
+    ``available_actions`` are the actions that can still save memory; an action that was taken is
+    among them only if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
         return policy_state, ActionDecision(Action.LEAVE)
@@ -243,9 +243,8 @@ def decide_action(
     action = next((a for a in _ACTIONS if a in available_actions and level >= a.level), None)
     if action is not None:
         taken_actions = (*policy_state.taken_actions, action)
-        return replace(policy_state, taken_actions=taken_actions, is_settling=True), ActionDecision(
-            action
-        )
+        policy_state = replace(policy_state, taken_actions=taken_actions, is_settling=True)
+        return policy_state, ActionDecision(action)
     if level == Level.CRITICAL:
         return policy_state, ActionDecision(Action.LEAVE)
     return policy_state, None
@@ -263,9 +262,8 @@ def decide_after_device_oom(
     if action is None:
         return policy_state, ActionDecision(Action.LEAVE)
     taken_actions = (*policy_state.taken_actions, action)
-    return PolicyState(taken_actions, True, True, num_permanent=len(taken_actions)), ActionDecision(
-        action
-    )
+    policy_state = PolicyState(taken_actions, True, True, num_permanent=len(taken_actions))
+    return policy_state, ActionDecision(action)
 
 
 def next_actions_after_oom(
@@ -273,8 +271,8 @@ def next_actions_after_oom(
 ) -> tuple[Action, ...]:
     """Return the actions for the start after memory ended a run.
 
-    They are ``taken_actions``, then all cheap actions and the next costly one among ``available_actions``, the
-    actions that can save more memory.
+    They are ``taken_actions``, then all cheap actions and the next costly one among
+    ``available_actions``, the actions that can save more memory.
     """
     free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available_actions]
     costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available_actions]
@@ -325,7 +323,7 @@ def reserved_bytes(limit: int) -> int:
 
 
 def free_bytes_below_level(used_bytes: int, limit: int, threshold_level: Level = Level.HIGH) -> int:
-    """Return how many bytes of host memory may be allocated before the level reaches ``threshold_level``."""
+    """Return the bytes of host memory that may be allocated before ``threshold_level`` begins."""
     return max(0, int(limit * HOST_LIMITS.level_thresholds[threshold_level]) - used_bytes)
 
 

@@ -79,8 +79,8 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
     routers: list[Router] = []
     for path, module in find_router_modules(model).items():
         weight = next(p for p in module.parameters() if p.dim() == 2)
-        index = _LAYER_INDEX_PATTERN.search(path)
-        layer = int(index[1]) if index else len(routers)
+        match = _LAYER_INDEX_PATTERN.search(path)
+        layer = int(match[1]) if match else len(routers)
         routers.append(Router(path, layer, weight.shape[0]))
     return tuple(routers)
 
@@ -231,10 +231,8 @@ class RouterWatch:
         ``sums``; of the ranks that work on the same tokens, one does.
         """
         self._routers, self._score, self._adds_counts = routers, score, adds_counts
-        self._balance_coefficient, self._z_coefficient = (
-            tune.router_aux_loss or 0.0,
-            tune.router_z_loss or 0.0,
-        )
+        self._balance_coefficient = tune.router_aux_loss or 0.0
+        self._z_coefficient = tune.router_z_loss or 0.0
         self._width = _max_num_experts(routers)
         self._is_first_pass, self.scale = False, 0.0
         self.sums = torch.zeros(0)

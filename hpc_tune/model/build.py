@@ -62,8 +62,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 class Slice:
     """Where a slice lies in its full tensor: from ``start`` along ``dim``.
 
-    ``num_parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each,
-    from ``start`` within the part.
+    ``num_parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of
+    each, from ``start`` within the part.
     """
 
     dim: int
@@ -93,15 +93,15 @@ class BuiltModel:
     ``base_names`` maps the name of a parameter or persistent buffer in ``module`` to its name in
     the model directory. ``saved_names`` maps a trained parameter's name to its name in checkpoints
     and exports: peft's for adapters, the model directory's for full fine-tuning. ``slices``:
-    parameters of which this rank has only a slice, apart from DTensors. ``tied_name`` is the stored name
-    of the weight that is both the embedding and the output head. ``init_index`` holds the initial values
-    of adapters that continue saved ones. ``dropout`` maps names of config.json's dropout and router
-    noise settings to their values, which are not applied. Rotary positions that depend on the
-    length of a text are scaled for ``seq_len`` tokens in every text. ``names`` maps the language
-    model's tensors to their names in the whole model of the directory; ``unused_parts`` are parts of its
-    files that are not used. ``routers``: those that are watched; ``router_score``: the function
-    with which they weight experts. ``rope_scaling``: model.rope_scaling, already applied to
-    ``config``.
+    parameters of which this rank has only a slice, apart from DTensors. ``tied_name`` is the stored
+    name of the weight that is both the embedding and the output head. ``init_index`` holds the
+    initial values of adapters that continue saved ones. ``dropout`` maps names of config.json's
+    dropout and router noise settings to their values, which are not applied. Rotary positions that
+    depend on the length of a text are scaled for ``seq_len`` tokens in every text. ``names`` maps
+    the language model's tensors to their names in the whole model of the directory;
+    ``unused_parts`` are parts of its files that are not used. ``routers``: those that are watched;
+    ``router_score``: the function with which they weight experts. ``rope_scaling``:
+    model.rope_scaling, already applied to ``config``.
     """
 
     module: LossModel

@@ -26,7 +26,7 @@ class RowDropout(nn.Module):
         self._slice_index, self._num_slices = 0, 1
 
     def set_feature_slice(self, slice_index: int, num_slices: int) -> None:
-        """Treat inputs as slice ``slice_index`` of the features, which are cut into ``num_slices``."""
+        """Treat inputs as slice ``slice_index`` of ``num_slices`` of the features."""
         self._slice_index, self._num_slices = slice_index, num_slices
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

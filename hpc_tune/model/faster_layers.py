@@ -38,9 +38,9 @@ def find_replaceable_layers(
 ) -> list[nn.Module]:
     """Return the layers of ``blocks`` that pass ``is_candidate`` and compute as ``forward`` does.
 
-    ``make_trial`` returns a small layer like the given one (see ``make_layer_like``) and an input; the
-    results of its class's forward and of ``forward`` must ``outputs_agree``. Layers of one class with the
-    same plain attributes are tried once.
+    ``make_trial`` returns a small layer like the given one (see ``make_layer_like``) and an input;
+    ``outputs_agree`` must hold for the results of its class's forward and of ``forward``. Layers of
+    one class with the same plain attributes are tried once.
     """
     tried: dict[tuple[Any, ...], bool] = {}
     found = []

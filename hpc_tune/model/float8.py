@@ -101,7 +101,7 @@ class Float8Linear(nn.Linear):
         stored_name: str,
         reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Read and pack rows of the weight ``stored_name`` into ``local_tensor``, from row ``offset[0]`` on.
+        """Fill ``local_tensor`` with packed rows of ``stored_name``, from row ``offset[0]`` on.
 
         Raises:
             DataError: if the weight lacks these rows or has NaN or inf, or its file is damaged.
@@ -140,7 +140,7 @@ class Float8Stack(nn.Module):
         stored_name: str,
         reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Read and pack experts of the stack ``stored_name`` into ``local_tensor``, from ``offset[0]`` on.
+        """Fill ``local_tensor`` with packed experts of ``stored_name``, from ``offset[0]`` on.
 
         Raises:
             DataError: as ``Float8Linear.fill`` does.
@@ -326,7 +326,7 @@ def _fill_rows(
     stored_name: str,
     reserve: ReserveFunction,
 ) -> None:
-    """Fill ``local_tensor`` with rows from ``start`` on, of the matrix at ``matrix_index`` in a stack."""
+    """Fill ``local_tensor`` with rows from ``start`` on of a stack's matrix ``matrix_index``."""
     step = max(1, PIECE_BYTES // (4 * width))
     for first in range(0, len(local_tensor), step):
         rows = min(step, len(local_tensor) - first)
@@ -377,7 +377,7 @@ def convert_to_torchao_float8(
 ) -> int:
     """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
-    Layers in ``excluded_layers`` (``find_unquantized_layers``) are skipped: routers among them would choose
+    ``excluded_layers`` (``find_unquantized_layers``) are skipped: routers among them would choose
     experts by 8-bit scores. So are layers with a side that is not a multiple of 16. Works on the
     meta device and inside peft's layers, and does not rename parameters. ``emulate`` rounds to
     float8 without the hardware, for tests.

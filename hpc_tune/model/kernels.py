@@ -79,8 +79,8 @@ def choose_kernels(
     """Return what computes a model's blocks on a device.
 
     ``has_windows``: the model has layers with a sliding window. ``mask_reason``: why attention
-    cannot run by document on the device; ``window_mask_reason``: why a GPU's kernel takes no sliding
-    window.
+    cannot run by document on the device; ``window_mask_reason``: why a GPU's kernel takes no
+    sliding window.
     """
     on_gpu = device_type == "cuda"
     norm: Implementation = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
@@ -114,11 +114,8 @@ def choose_model_kernels(
     has_windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
         return choose_kernels(device.type, compiled, has_windows, mask_reason)
-    why, window_mask_reason, flash = (
-        mask_reason or _explain_unsupported_heads(config, dtype),
-        "",
-        "",
-    )
+    why = mask_reason or _explain_unsupported_heads(config, dtype)
+    window_mask_reason, flash = "", ""
     if not why and device is not None:
         architecture = find_architecture(device)
         if architecture is not None and not architecture.has_varlen_attention:

@@ -104,16 +104,16 @@ def explain_too_long_texts(
 ) -> str:
     """Return why texts of ``max_text_tokens`` tokens exceed a model's positions; "" if they do not.
 
-    ``config`` is the language model's, with ``rope_scaling``; ``length_description`` describes the length.
+    ``config`` is the language model's, with ``rope_scaling``; ``length_description`` is for people.
     """
     positions = position_limit(config, rope_scaling)
     if positions is None or max_text_tokens <= positions:
         return ""
     advice = advise_rope_scaling(directory, rope_scaling, max_text_tokens)
     return (
-        f"texts of up to {length_description} are longer than the model's {positions} positions, and it was "
-        f"never trained on later ones: use texts of {positions} or less (data.seq_len cuts them)"
-        + (f", or {advice}" if advice else "")
+        f"texts of up to {length_description} are longer than the model's {positions} positions, "
+        f"and it was never trained on later ones: use texts of {positions} or less (data.seq_len "
+        "cuts them)" + (f", or {advice}" if advice else "")
     )
 
 
@@ -255,8 +255,9 @@ class TensorNames:
     """The names of a language model's tensors in the whole model and in the files.
 
     ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
-    ``whole_decoder`` and ``whole_head`` in the whole model. ``renamed_tensors`` maps a name in the whole
-    model to the name in the files if transformers renames it. Files may add or omit ``prefix``.
+    ``whole_decoder`` and ``whole_head`` in the whole model. ``renamed_tensors`` maps a name in the
+    whole model to the name in the files if transformers renames it. Files may add or omit
+    ``prefix``.
     """
 
     decoder: str = ""
@@ -386,7 +387,7 @@ def _find_names(model: Any, whole_model: Any, index: TensorIndex | None) -> Tens
 
 
 def summarize_unused_tensors(index: TensorIndex, used_names: Collection[str]) -> tuple[str, ...]:
-    """Return what the files hold besides the tensors ``used_names``, grouped by the start of the names.
+    """Return what the files hold besides the tensors ``used_names``, grouped by the names' start.
 
     For example ``("model.vision_tower (437 tensors)",)``, followed by files that are not read;
     blocks after the last one (for multi-token prediction) are listed by number. Constants that
@@ -439,8 +440,9 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
 class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
-    ``transposed_tensors``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
-    that is stored in addition to the embedding. ``stacks``: experts', by the adapted layer's path.
+    ``transposed_tensors``: those that are stored transposed (Conv1D). ``copied_head``: a tied
+    output head that is stored in addition to the embedding. ``stacks``: experts', by the adapted
+    layer's path.
     """
 
     index: TensorIndex

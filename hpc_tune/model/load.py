@@ -166,7 +166,7 @@ def _refuse_unstacked_experts(
 def _compare_expert_ranks(
     fields: dict[str, Any], expected_fields: dict[str, Any], tune: TuneConfig
 ) -> list[str]:
-    """Return how experts' ranks and alphas differ from ``expected_fields``; remove them from both patterns.
+    """Return how experts' ranks and alphas differ from those expected; remove them from both.
 
     peft's own adapters have a pattern for experts only if their rank differs from the others.
     """
@@ -207,7 +207,8 @@ def _compare_trainable_tokens(saved_tokens: Any, tune_tokens: list[int]) -> list
     if saved_tokens == tune_tokens:
         return []
     return [
-        f"trainable_token_indices is {saved_tokens} there, and tune.trainable_tokens means {tune_tokens}"
+        f"trainable_token_indices is {saved_tokens} there, "
+        f"and tune.trainable_tokens means {tune_tokens}"
     ]
 
 

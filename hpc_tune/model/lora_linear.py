@@ -57,10 +57,8 @@ class LoraGroup:
             self._num_shared_calls += is_computed
             self._num_unshared_calls += bool(self._pending_outputs) and not is_computed
         if not is_computed:
-            self._input, self._pending_outputs = (
-                x,
-                dict(enumerate(_compute_outputs(self.layers, x, self))),
-            )
+            outputs = _compute_outputs(self.layers, x, self)
+            self._input, self._pending_outputs = x, dict(enumerate(outputs))
         out_NO = self._pending_outputs.pop(index)
         if not self._pending_outputs:
             self._input = None
@@ -256,14 +254,14 @@ def _compute_outputs(
             adapter_weight(layer, "B"),
             b_OR,
         ]
-    packed_base = tuple(
+    packed_bases = tuple(
         layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers
     )
     scales = tuple(map(adapter_scale, layers))
     outs = _LoraLinearsFunction.apply(
         x,
         None if x_after_dropout is x else x_after_dropout,
-        packed_base,
+        packed_bases,
         scales,
         a_SI,
         *layer_tensors,
@@ -283,12 +281,12 @@ def _unpack_weight(packed_base: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight if packed_base is None else packed_base.unpack(weight)
 
 
-def _multiplies_float8(packed_base: Sequence[Any]) -> bool:
-    return all(getattr(layer, "multiplies_float8", False) for layer in packed_base)
+def _multiplies_float8(packed_bases: Sequence[Any]) -> bool:
+    return all(getattr(layer, "multiplies_float8", False) for layer in packed_bases)
 
 
 def _input_gradient(
-    packed_base: Sequence[Any],
+    packed_bases: Sequence[Any],
     weights: Sequence[torch.Tensor],
     grads_NO: Sequence[torch.Tensor],
     adapter_factors: tuple[torch.Tensor, torch.Tensor] | None,
@@ -298,11 +296,11 @@ def _input_gradient(
     The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
     that they add to costs nothing.
     """
-    in_float8 = _multiplies_float8(packed_base)
+    in_float8 = _multiplies_float8(packed_bases)
     grad_x: torch.Tensor | None = None
     if adapter_factors is not None and not in_float8:
         grad_x = torch.mm(*adapter_factors)
-    for layer, weight, grad_NO in zip(packed_base, weights, grads_NO, strict=True):
+    for layer, weight, grad_NO in zip(packed_bases, weights, grads_NO, strict=True):
         if in_float8:
             grad_NI = layer.input_gradient(grad_NO, weight)
             grad_x = grad_NI if grad_x is None else grad_x.add_(grad_NI)
@@ -327,10 +325,10 @@ def _cast_adapters(
 class _LoraLinearsFunction(torch.autograd.Function):
     """Computes the outputs of layers for one input; gradients reach the input and each A and B.
 
-    ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed_base`` has the base of
-    each layer whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies
-    are kept, else None. For each layer follow weight, bias, A, B, and the scaled B in that dtype if
-    copies are kept, else None.
+    ``x_after_dropout`` is ``x`` after dropout, None without dropout; ``packed_bases`` has the
+    base of each layer whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if
+    copies are kept, else None. For each layer follow weight, bias, A, B, and the scaled B in that
+    dtype if copies are kept, else None.
     """
 
     @staticmethod
@@ -338,7 +336,7 @@ class _LoraLinearsFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         x_after_dropout: torch.Tensor | None,
-        packed_base: tuple[Any, ...],
+        packed_bases: tuple[Any, ...],
         scales: tuple[float, ...],
         a_SI: torch.Tensor | None,
         *layer_tensors: Any,
@@ -354,19 +352,19 @@ class _LoraLinearsFunction(torch.autograd.Function):
         low_NS = left_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
-        rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed_base) else None
+        rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed_bases) else None
         outs = []
         for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
             b_RO, bias = bs_OR[i].t(), biases[i]
             if rows is not None:
-                base_NO = packed_base[i].linear_output(rows, weights[i], bias)
+                base_NO = packed_bases[i].linear_output(rows, weights[i], bias)
                 outs.append(add(base_NO, low_NR, b_RO))
                 continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
-            outs.append(add(adapter_NO, x_NI, _unpack_weight(packed_base[i], weights[i]).t()))
+            outs.append(add(adapter_NO, x_NI, _unpack_weight(packed_bases[i], weights[i]).t()))
         dropped = () if x_after_dropout is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
-        ctx.packed_base, ctx.scales, ctx.shape = packed_base, scales, x.shape
+        ctx.packed_bases, ctx.scales, ctx.shape = packed_bases, scales, x.shape
         ctx.drops = x_after_dropout is not None
         return tuple(outs) if len(outs) > 1 else outs[0]
 
@@ -390,7 +388,7 @@ class _LoraLinearsFunction(torch.autograd.Function):
         grad_x = grad_left = None
         if ctx.needs_input_grad[0]:
             adapter_factors = None if ctx.drops else (grad_NS, a_SI)
-            grad_x = _input_gradient(ctx.packed_base, weights, grads_NO, adapter_factors).view(
+            grad_x = _input_gradient(ctx.packed_bases, weights, grads_NO, adapter_factors).view(
                 ctx.shape
             )
         if ctx.needs_input_grad[1]:

@@ -95,10 +95,10 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sums of its objective.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one. ``uses_document_attention``: attention may run document by document. On a GPU,
-    ``has_varlen_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in layers with a
-    sliding window. ``share``: how ranks share rows, if they do: batches then hold only this rank's
-    tokens.
+    peft model around one. ``uses_document_attention``: attention may run document by document. On a
+    GPU, ``has_varlen_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in
+    layers with a sliding window. ``share``: how ranks share rows, if they do: batches then hold
+    only this rank's tokens.
     """
 
     def __init__(

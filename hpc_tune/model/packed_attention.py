@@ -193,8 +193,8 @@ def _attend(
     call = _SharedRowsAttention(module, window, dropout, scaling, options)
     share = batch_context.batch.share
     attend = call.attend_own_queries if share.part.is_head_tail else call.attend_own_heads
-    rank_part = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
-    return share.attend(attend, *rank_part), None
+    cast_inputs = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
+    return share.attend(attend, *cast_inputs), None
 
 
 @dataclass(frozen=True)
@@ -232,22 +232,18 @@ class _SharedRowsAttention:
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
-        share, rank_part = batch.share, batch.document_parts_by_rank[rank]
+        share, parts = batch.share, batch.document_parts_by_rank[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
         if batch.starts is not None and share.kernel_supports_parts and not share.uses_eager:
             query, key, value = _pad_heads(*inputs)
             takes_window = window is None or batch.starts.supports_windows
             if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
-                out_BSHD = varlen_attention.attend_parts(
-                    query, key, value, rank_part, scale, window
-                )
+                out_BSHD = varlen_attention.attend_parts(query, key, value, parts, scale, window)
                 return _unpad_heads(out_BSHD, value_BKTD)
         elif batch.documents and window is None and not (self.dropout or share.uses_eager):
             query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
-            key, value = rank_part.take_keys(key_BKTD), rank_part.take_keys(value_BKTD)
-            out = tiled_attention(
-                query, key, value, rank_part.spans, scale, rank_part.num_earlier_keys
-            )
+            key, value = parts.take_keys(key_BKTD), parts.take_keys(value_BKTD)
+            out = tiled_attention(query, key, value, parts.spans, scale, parts.num_earlier_keys)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
         places_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
         positions_S = replace(share.part, rank=rank).shard_to_rank(places_T, 0)
@@ -264,7 +260,7 @@ class _SharedRowsAttention:
         inputs: Sequence[torch.Tensor],
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Call the family's own attention function; ``rank_part`` is the module or its cut to a rank."""
+        """Call the family's own attention function; ``rank_part``: the module or a part of it."""
         family = sys.modules[type(self.module).__module__].eager_attention_forward
         hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
         added = torch.where(mask, hidden.new_zeros(()), hidden)

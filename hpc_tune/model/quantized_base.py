@@ -120,8 +120,8 @@ class FourBitLinear(nn.Linear):
     ) -> None:
         """Read, quantize and pack the weight ``stored_name``.
 
-        ``local_tensor`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
-        since the scales depend on all of them.
+        ``local_tensor`` holds this rank's packed bytes, from ``offset`` on. Every rank reads all
+        values, since the scales depend on all of them.
 
         Raises:
             DataError: if the weight is too small, has NaN or inf, or its file is damaged.
@@ -247,7 +247,7 @@ class FourBitStack(nn.Module):
     ) -> None:
         """Read, quantize and pack the stack ``stored_name``.
 
-        ``local_tensor`` are the packed bytes of this rank's experts, from ``offset`` on.
+        ``local_tensor`` holds the packed bytes of this rank's experts, from ``offset`` on.
 
         Raises:
             DataError: as ``FourBitLinear.fill`` does.

@@ -99,8 +99,8 @@ def write_regions(
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
     ``read`` yields the values of a region in flat pieces. Each is copied to host memory if it is
-    not there, and hashed while it is written; then ``notify_written`` is called. A piece is no longer
-    used once ``read`` is asked for the next one.
+    not there, and hashed while it is written; then ``notify_written`` is called. A piece is no
+    longer used once ``read`` is asked for the next one.
 
     Raises:
         CheckpointError: if the file cannot be written; it may be left behind half-written.

@@ -24,9 +24,8 @@ _FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its o
 # Their max_position_embeddings is the unscaled length.
 _KINDS_WITH_UNSCALED_LENGTH = ("linear", "dynamic")
 _MAX_POSITIONS_KEY = "max_position_embeddings"
-_ATTENTION_SCALE = (
-    "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL_LENGTH_KEY
-)
+# Scales queries by position relative to ORIGINAL_LENGTH_KEY.
+_ATTENTION_SCALE = "llama_4_scaling_beta"
 _DEFAULT_ROPE_TYPE = "default"  # to transformers: frequencies that never change
 
 
@@ -86,13 +85,11 @@ def apply_rope_scaling_to_json(
         part["rope_scaling"] = {k: v for k, v in new.items() if k != "rope_theta"}
     if "rope_theta" in scaling and ("rope_theta" in part or "rope_scaling" in part):
         part["rope_theta"] = scaling["rope_theta"]
-    if ORIGINAL_LENGTH_KEY in scaling and hasattr(
-        text_config, ORIGINAL_LENGTH_KEY
-    ):  # Phi-3 reads it from there
+    # Phi-3 reads it from there.
+    if ORIGINAL_LENGTH_KEY in scaling and hasattr(text_config, ORIGINAL_LENGTH_KEY):
         part[ORIGINAL_LENGTH_KEY] = scaling[ORIGINAL_LENGTH_KEY]
-    if (
-        positions := _scaled_positions(text_config, _rotary_parameters(config), scaling)
-    ) is not None:
+    positions = _scaled_positions(text_config, _rotary_parameters(config), scaling)
+    if positions is not None:
         part[_MAX_POSITIONS_KEY] = positions
     return part if name is None else {**content, name: part}
 
@@ -100,7 +97,7 @@ def apply_rope_scaling_to_json(
 def _replace_scaling(
     old_parameters: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return rotary parameters with ``scaling``, and those of ``old_parameters`` that belong to no scaling."""
+    """Return ``scaling`` and those of ``old_parameters`` that belong to no scaling."""
     kept = {key: value for key, value in old_parameters.items() if key not in SCALING_KEYS}
     if _ATTENTION_SCALE in old_parameters and ORIGINAL_LENGTH_KEY in old_parameters:
         kept[ORIGINAL_LENGTH_KEY] = old_parameters[ORIGINAL_LENGTH_KEY]

@@ -73,8 +73,8 @@ class SharedRows(Protocol):
     """How the ranks that share rows work together.
 
     ``part``: this rank's part of the rows. ``uses_eager``: attention is the family's own function,
-    with a mask. ``kernel_supports_parts``: the GPU kernel accepts parts of documents. ``ranks``: the
-    ranks whose attention is computed here.
+    with a mask. ``kernel_supports_parts``: the GPU kernel accepts parts of documents. ``ranks``:
+    the ranks whose attention is computed here.
     """
 
     part: RowShard

@@ -40,9 +40,8 @@ from hpc_tune.packages import fast_imports
 
 
 MAX_VOCABULARY = 512
-WINDOW_TOKENS = (
-    16  # tokens that a layer sees or processes at once: fewer than a trial's documents have
-)
+# Tokens that a layer sees or processes at once: fewer than a trial's documents have.
+WINDOW_TOKENS = 16
 WIDTH_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 HEAD_DIVISORS = (1, 4)  # divisors of the number of heads: keep all of them if possible
 OTHER_DIVISORS = (8, 1)  # divisors for parts that do not process text; their values are never used
@@ -68,10 +67,8 @@ LAYER_COUNT_FIELDS = (
     "decoder_layers",
     "depth",
 )
-OTHER_LAYER_COUNT_FIELDS = (
-    *LAYER_COUNT_FIELDS,
-    "encoder_layers",
-)  # of parts that do not process text
+# Of parts that do not process text.
+OTHER_LAYER_COUNT_FIELDS = (*LAYER_COUNT_FIELDS, "encoder_layers")
 _WINDOW_FIELDS = {
     **dict.fromkeys(
         ("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW_TOKENS

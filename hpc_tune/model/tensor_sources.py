@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is not faster
-ReserveFunction = Callable[
-    [int], None
-]  # called with the bytes of host memory about to be allocated
+# Called with the bytes of host memory about to be allocated.
+ReserveFunction = Callable[[int], None]
 
 
 def reserve_nothing(num_bytes: int) -> None:
@@ -91,7 +90,7 @@ class TensorSource(ABC):
     def fill(
         self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
     ) -> None:
-        """Read the region at ``offset`` with ``local_tensor``'s shape into ``local_tensor``, in its dtype.
+        """Read the region at ``offset`` with ``local_tensor``'s shape into it, in its dtype.
 
         The region must be within the tensor.
 
@@ -164,8 +163,8 @@ class PlainTensor(TensorSource):
         covered = sum(self._copy_overlap(piece, local_tensor, target, reserve) for piece in pieces)
         if covered != local_tensor.numel():
             raise self.files.error(
-                f"{self.file.parent}: {self.name} has only {covered} of the {local_tensor.numel()} values "
-                "that this rank needs; a file is missing"
+                f"{self.file.parent}: {self.name} has only {covered} of the {local_tensor.numel()} "
+                "values that this rank needs; a file is missing"
             )
 
     def map_pages(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -186,7 +185,7 @@ class PlainTensor(TensorSource):
     def _copy_overlap(
         self, piece: StoredBox, local_tensor: torch.Tensor, target: Box, reserve: ReserveFunction
     ) -> int:
-        """Copy a piece's overlap with ``target`` into ``local_tensor``; return the number of values."""
+        """Copy a piece's overlap with ``target`` to ``local_tensor``; return how many values."""
         if (found := piece.box.overlap(target)) is None:
             return 0
         try:
@@ -197,9 +196,8 @@ class PlainTensor(TensorSource):
                 return 1
             for rows in _cut_into_row_pieces(found):
                 part = local_tensor[rows.slices(target.offset)]
-                reserve(
-                    2 * part.nbytes
-                )  # pages of ``local_tensor`` first touched here, and the file's
+                # The pages of ``local_tensor`` first touched here, and the file's.
+                reserve(2 * part.nbytes)
                 part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
             raise self._read_error(piece, error) from None

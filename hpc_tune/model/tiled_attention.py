@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 TILE_TOKENS, LONG_TILE_TOKENS = 64, 128  # queries at once
-MIN_LONG_DOCUMENT_TOKENS = 1024  # above this length, the longer tile is faster
+MAX_SHORT_DOCUMENT_TOKENS = 1024  # above this length, the longer tile is faster
 MAX_SCORES = 1 << 21  # per matmul: more would not stay in cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
@@ -187,7 +187,7 @@ def _make_tiling(
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
     before = num_earlier_keys or (0,) * len(documents)
     longest = max(e + b - a for e, (_, a, b) in zip(before, documents, strict=True))
-    tile = TILE_TOKENS if longest <= MIN_LONG_DOCUMENT_TOKENS else LONG_TILE_TOKENS
+    tile = TILE_TOKENS if longest <= MAX_SHORT_DOCUMENT_TOKENS else LONG_TILE_TOKENS
     is_whole = num_tokens % TILE_TOKENS == 0 and all(b - a == num_tokens for _, a, b in documents)
     if is_whole and not any(before):
         return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, None, tile)

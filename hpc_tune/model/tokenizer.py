@@ -308,7 +308,7 @@ def refuse_syntax_errors(template: Any, location: str) -> None:
     """Refuse a template, or a dict of named templates, that Jinja cannot compile.
 
     Raises:
-        DataError: naming the template's location ``location``, and the line.
+        DataError: naming the template's ``location``, and the line.
     """
     several = template if isinstance(template, dict) else {"": template}
     environment = ImmutableSandboxedEnvironment(

@@ -28,10 +28,8 @@ from hpc_tune.packages import is_installed
 from hpc_tune.world.device import FLASH_ATTENTION_PACKAGES, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_VALUES, HEAD_DIM_MULTIPLE = (
-    256,
-    8,
-)  # values per head: torch pads others only for its own attention
+# Values per head: torch pads others only for its own attention.
+MAX_VALUES, HEAD_DIM_MULTIPLE = 256, 8
 # Tolerance relative to the norm. Rounding results to the dtype gives an error of 0.2 eps, rounding
 # the probabilities up to 1 eps more; a start that is off by one token gives 16 eps in bf16, whose
 # eps is the largest.
@@ -129,7 +127,7 @@ class DocumentParts:
         return cls(parts, _lengths_to_starts(queries, device), _lengths_to_starts(keys, device))
 
     @functools.cached_property
-    def max_length(self) -> tuple[int, int]:
+    def max_lengths(self) -> tuple[int, int]:
         """The largest number of queries, and of keys, in a part."""
         queries = (stop - first for _, _, first, stop in self.parts)
         return max(queries), max(stop - start for _, start, _, stop in self.parts)
@@ -253,7 +251,7 @@ def attend_parts(
     key_NKD, value_NKD = (
         _flatten_rows(document_parts.take_keys(x)) for x in (key_BKTD, value_BKTD)
     )
-    documents = document_parts.starts_N, document_parts.key_starts_N, *document_parts.max_length
+    documents = document_parts.starts_N, document_parts.key_starts_N, *document_parts.max_lengths
     before = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
         query_SHD, key_NKD, value_NKD, documents, scale, before
@@ -341,11 +339,9 @@ def compare_kernel_with_mask(
     ) -> torch.Tensor:
         if not queries_are_partial:
             return attend(query, key, value, starts, scale, window)
-        ends = [(row, [0, *accumulate(of_row)]) for row, of_row in enumerate(CHECKED_LENGTHS)]
-        parts = [(row, a, max(a, first), b) for row, at in ends for a, b in pairwise(at)]
-        document_parts = DocumentParts.from_parts(
-            [part for part in parts if part[3] > first], device
-        )
+        ends = [(n, [0, *accumulate(of_row)]) for n, of_row in enumerate(CHECKED_LENGTHS)]
+        parts = [(n, a, max(a, first), b) for n, at in ends for a, b in pairwise(at) if b > first]
+        document_parts = DocumentParts.from_parts(parts, device)
         return attend_parts(query, key, value, document_parts, scale, window)
 
     def run_forward_backward(

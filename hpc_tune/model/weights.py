@@ -194,7 +194,7 @@ class TensorIndex:
         offset: tuple[int, ...] = (),
         reserve: ReserveFunction = reserve_nothing,
     ) -> None:
-        """Copy the region of ``name`` that starts at ``offset`` and has ``local_tensor``'s shape into it.
+        """Copy the region of ``name`` at ``offset`` with ``local_tensor``'s shape into it.
 
         The dtype is converted on the way. At most ``PIECE_BYTES`` of the file's data are copied
         into anonymous memory at once.
@@ -206,14 +206,15 @@ class TensorIndex:
         if not Box(offset, tuple(local_tensor.shape)).is_within(source.shape):
             raise self.error(
                 f"{source.file}: {name} has shape {list(source.shape)}, which has no region of "
-                f"shape {list(local_tensor.shape)} at {list(offset)}; the weights belong to another model"
+                f"shape {list(local_tensor.shape)} at {list(offset)}; the weights belong to "
+                "another model"
             )
         source.fill(local_tensor, offset, reserve)
 
     def require_finite(
         self, local_tensor: torch.Tensor, name: str, offset: tuple[int, ...]
     ) -> None:
-        """Raise a HpcTuneError for NaN or inf in ``local_tensor``, read from ``name`` at ``offset``."""
+        """Raise a HpcTuneError for NaN or inf in ``local_tensor``, from ``name`` at ``offset``."""
         if (found := find_non_finite(local_tensor)) is None:
             return
         position = [a + b for a, b in zip(found.position, offset, strict=True)]
@@ -460,8 +461,8 @@ def merge_mxfp4_stacks(sources: Sources, directory: Path) -> Sources:
             has = "no such tensor is there" if scales is None else f"found {list(scales.shape)}"
             raise DataError(
                 f"{directory}: {blocks.name} has the shape {list(blocks.shape)}, so "
-                f"{name}{_SCALES_SUFFIX} should be uint8 of the shape {list(blocks.shape[:-1])}; {has}. A "
-                "file is missing or damaged, copy it again"
+                f"{name}{_SCALES_SUFFIX} should be uint8 of the shape {list(blocks.shape[:-1])}; "
+                f"{has}. A file is missing or damaged, copy it again"
             )
         shape = (experts, groups * BLOCK_VALUES, rows)
         packed[name] = Mxfp4Stack(name, shape, torch.bfloat16, blocks.file, blocks, scales)

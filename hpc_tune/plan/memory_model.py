@@ -145,7 +145,7 @@ def upper_bound_bytes(
 
 
 def upper_bound_fits(maximum: int, machine: Machine) -> bool:
-    """Return whether a rank that takes at most ``maximum`` bytes surely fits, so no plan is needed."""
+    """Return whether a rank that takes at most ``maximum`` bytes surely fits and needs no plan."""
     return maximum < MIN_PLANNED_SHARE * machine.bytes_per_rank
 
 

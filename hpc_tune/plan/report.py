@@ -313,24 +313,21 @@ def make_plan(
         has_experts = is_mixture_of_experts(built_model.module)
         if uses_gpu and not find_compile_obstacle(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
-        request = resolve_row_pieces(config.parallel, tune, train, seq_len, built_model.module)
-        resolved = resolve(request, size, built_model.config, machine)
+        requested = resolve_row_pieces(config.parallel, tune, train, seq_len, built_model.module)
+        resolved = resolve(requested, size, built_model.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
+        trains_tied = size.is_fully_trained and built_model.tied_name is not None
         settings = MemorySettings(
             resolved.parallel,
             config.checkpoint,
             own_rows * seq_len,
             _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
-            *(save, tune.form, tune.has_reference),
-            _num_groups(
-                resolved, trains_tied=size.is_fully_trained and built_model.tied_name is not None
-            ),
+            *(save, tune.form, tune.has_reference, _num_groups(resolved, trains_tied)),
         )
         what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = _with_kernels(
-            TracedStep(shape, *what), built_model, train.compiles, uses_gpu, needs_mask
-        )
+        step = TracedStep(shape, *what)
+        step = _with_kernels(step, built_model, train.compiles, uses_gpu, needs_mask)
         is_deep = size.blocks(built_model.config) > _MAX_FULLY_TRACED_BLOCKS
         trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
         report = adapt_to_deepspeed_zero(trace_worst_rank(trace, step), resolved)
@@ -354,8 +351,7 @@ def make_plan(
         micro_rows,
         seq_len,
         machine,
-        report,
-        *(phases, tokens, [], bound_by),
+        *(report, phases, tokens, [], bound_by),
     )
     return replace(plan, remedies=find_remedies(plan, settings, tune))
 

@@ -153,7 +153,7 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
 def choose_reshard(
     parallel: ParallelConfig, size: ModelSize, layout: Layout, free_bytes: int
 ) -> str:
-    """Return parallel.reshard with ``auto`` decided: "step" if a whole copy fits into ``free_bytes``."""
+    """Return parallel.reshard with ``auto`` decided: "step" if ``free_bytes`` fit a whole copy."""
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
@@ -276,7 +276,7 @@ def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def _suggest_axes(parallel: ParallelConfig, num_ranks: int) -> str:
-    """Suggest values of replicate and shard whose product is ``num_ranks``; the set ones do not fit."""
+    """Suggest replicate and shard, whose product is ``num_ranks``; the set values do not fit."""
     given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
     given = {name: size for name, size in given.items() if size is not None}
     if len(given) == 1:

@@ -265,7 +265,7 @@ def step_time(
     kinds = _representative_ranks(plan)
     waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
     stages_s = [stage_s / speedup for stage_s in _stages_s(plan, tokens, compute)]
-    micro_tokens = [(tokens, tokens)]
+    micros = [(tokens, tokens)]
     gathers = partial(_gathering_s, plan, placement, num_micro_batches, compute.unshard_s)
     begin_s = 0.0
     if parallel.reshard == "step":
@@ -279,19 +279,13 @@ def step_time(
         hidden_s = sum(stages_s) / len(stages_s)
         waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
-        waits_s[kind] += placement.serial_messages_s(
-            tensor_messages(plan, micro_tokens, pp_rank=kind)
-        )
-        waits_s[kind] += placement.serial_messages_s(
-            expert_messages(plan, micro_tokens, pp_rank=kind)
-        )
-        waits_s[kind] += placement.serial_messages_s(
-            context_messages(plan, micro_tokens, pp_rank=kind)
-        )
+        waits_s[kind] += placement.serial_messages_s(tensor_messages(plan, micros, pp_rank=kind))
+        waits_s[kind] += placement.serial_messages_s(expert_messages(plan, micros, pp_rank=kind))
+        waits_s[kind] += placement.serial_messages_s(context_messages(plan, micros, pp_rank=kind))
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
-        placement.stage_hops_s(plan.num_activation_values(micro_tokens) * plan.activation_itemsize),
+        placement.stage_hops_s(plan.num_activation_values(micros) * plan.activation_itemsize),
         num_micro_batches,
         parallel.stages_per_rank,
     )
@@ -329,8 +323,8 @@ class _RankLayout:
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         has_two_ranks = axes == FIRST_AND_LAST_STAGE
         groups = self.layout.groups(*(("pipeline",) if has_two_ranks else axes))
-        placement = [[self.ranks[position] for position in group] for group in groups]
-        return [[group[0], group[-1]] for group in placement] if has_two_ranks else placement
+        placed = [[self.ranks[position] for position in group] for group in groups]
+        return [[group[0], group[-1]] for group in placed] if has_two_ranks else placed
 
     def transfer_s(self, message: Message, speedup: float = 1.0) -> float:
         """Return the seconds of a message's bytes; ``speedup``: see ``Network.collective_s``."""

@@ -457,9 +457,10 @@ def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
 
 
 def _extrapolate(low_report: TraceReport, high_report: TraceReport, ratio: float) -> TraceReport:
-    """Extrapolate linearly to the report ``ratio`` times as far from ``low_report`` as ``high_report`` is.
+    """Extrapolate to the report ``ratio`` times as far from ``low_report`` as ``high_report`` is.
 
-    Each part of a step is extrapolated by itself, since the peaks of some grow and others do not.
+    Each part of a step is extrapolated linearly by itself, since the peaks of some grow and others
+    do not.
     """
 
     def extend(at_low: int, at_high: int) -> int:

@@ -106,9 +106,10 @@ def _node_lines(node_ranks: Sequence[RankFacts]) -> list[str]:
     first = node_ranks[0]
     locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
     lines = [
-        f"node {first.node}    {first.hostname}: {format_quantity(len(node_ranks), 'rank')}; host memory "
-        f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
-        f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
+        f"node {first.node}    {first.hostname}: {format_quantity(len(node_ranks), 'rank')}; "
+        f"host memory {format_bytes(first.host_used_bytes)} of "
+        f"{format_bytes(first.host_limit_bytes)} ({first.host_limit_source}); "
+        f"/dev/shm {format_bytes(first.shm_free_bytes)} free; "
         f"lockable {locked}; {first.open_files or 'any number of'} open files"
     ]
     for rank in node_ranks:
@@ -181,7 +182,8 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
         lines.append(
-            f"links     {format_quantity(links.skipped, 'pair')} not measured: out of time (--links)"
+            f"links     {format_quantity(links.skipped, 'pair')} not measured: out of time "
+            "(--links)"
         )
     return lines
 

@@ -176,7 +176,8 @@ def _describe_wrong_products(result: MatmulResult) -> str:
     parts = []
     if result.num_wrong:
         parts.append(
-            f"{result.num_wrong} of {result.num_checked} matmuls of small integers had a wrong value"
+            f"{result.num_wrong} of {result.num_checked} matmuls of small integers "
+            "had a wrong value"
         )
     if result.num_differing:
         parts.append(

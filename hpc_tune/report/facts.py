@@ -32,8 +32,8 @@ START_TABLE_HEADERS = (
 class Start:
     """One start of a run.
 
-    ``wait_s``: since the previous start ended. ``prior_running_s``: running time of all earlier starts.
-    ``excluded_nodes``: nodes that later starts do not use.
+    ``wait_s``: since the previous start ended. ``prior_running_s``: running time of all
+    earlier starts. ``excluded_nodes``: nodes that later starts do not use.
     """
 
     number: int
@@ -55,11 +55,11 @@ def list_starts(run: Run) -> list[Start]:
     steps = _group_by_segment(run, run.steps)
     events = _group_by_segment(run, run.events_of_kind("start"))
     stops = _group_by_segment(run, run.events_of_kind("stop"))
-    excluded_nodes = _group_by_segment(run, run.events_of_kind("left_out"))
+    exclusions = _group_by_segment(run, run.events_of_kind("left_out"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
         # Without stops of starts that failed before they wrote their own first event.
-        ending = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
+        endings = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
         silent = str(run.state) if place + 1 == len(segments) else "killed"
         found.append(
             Start(
@@ -72,8 +72,8 @@ def list_starts(run: Run) -> list[Start]:
                 layout=str(event.get("layout", "")).partition(":")[0],
                 first_step=int(steps[place][0]["step"]) if steps[place] else None,
                 last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ending=str(ending[-1].get("reason", "")) if ending else silent,
-                excluded_nodes=tuple(str(event.get("node")) for event in excluded_nodes[place]),
+                ending=str(endings[-1].get("reason", "")) if endings else silent,
+                excluded_nodes=tuple(str(event.get("node")) for event in exclusions[place]),
             )
         )
     return found

@@ -439,7 +439,7 @@ def _draw_starts(ax1: Axes, ax2: Axes, run: Run, unit_s: float) -> None:
             waited = f"started again after {format_seconds(start.wait_s)}"
             label = waited if len(all_starts) == 2 else "started again"
             ax1.axvline(begin, color=GREY, lw=1.5, ls=":",
-                          label=label if start.number == 2 else None)  # fmt: skip
+                        label=label if start.number == 2 else None)  # fmt: skip
 
 
 def _draw_event_lanes(axes: Axes, run: Run, unit_s: float) -> None:

@@ -468,8 +468,8 @@ def _silence_s(path: Path, heartbeats: Sequence[Heartbeat]) -> float:
 def _find_segments(other_records: Sequence[Record], steps: Sequence[Record]) -> list[Segment]:
     """Return the segments of the run, one per start; each ends with its last sign of life.
 
-    ``other_records`` are events and evaluations. What a refused start wrote is not a sign of life of the
-    start before it.
+    ``other_records`` are events and evaluations. What a refused start wrote is not a sign of life
+    of the start before it.
     """
     first = [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
     signs = sorted(

@@ -30,8 +30,9 @@ class RunEnergy:
     """The energy of some starts of a run, as far as it was counted.
 
     ``joules``: the total for ``tokens``, None without any counter; ``parts``: by part of the nodes.
-    ``missing``: what was not counted, and why. ``has_other_jobs``: counters of CPUs or nodes include
-    other jobs that share them. ``num_unknown_starts``: how many of the ``starts`` have no energy event.
+    ``missing``: what was not counted, and why. ``has_other_jobs``: counters of CPUs or nodes
+    include other jobs that share them. ``num_unknown_starts``: how many of the ``starts`` have no
+    energy event.
     ``step``: the newest that an energy event names.
     """
 

@@ -309,7 +309,8 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
             return PreviousRun(actions)
         return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
     if last_heartbeats:
-        death = f"the last run in {run_dir} did not end by itself; {describe_last_heartbeats(last_heartbeats)}"
+        last_seen = describe_last_heartbeats(last_heartbeats)
+        death = f"the last run in {run_dir} did not end by itself; {last_seen}"
         return PreviousRun(
             exhausted_memory="host" if has_died_of_memory(last_heartbeats) else None, death=death
         )

@@ -108,9 +108,8 @@ def is_owner_alive(owner: Owner, this_owner: Owner) -> bool | None:
     if owner.place == this_owner.place:
         if _process_start(owner.pid) != owner.start:
             return False
-        return (
-            True if owner.folder == this_owner.folder else None
-        )  # the lock may have come with a copy
+        # The lock may have come with a copy.
+        return True if owner.folder == this_owner.folder else None
     if owner.job and owner.job == this_owner.job and owner.restart != this_owner.restart:
         return False  # the scheduler restarts a job only after it has ended
     return None

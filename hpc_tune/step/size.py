@@ -94,8 +94,8 @@ class ModelSize:
     ``scale_bytes``: the scales of a 4-bit base's codes. ``weights``: all parameters, by what
     layouts do with them. ``gathered_features``: how many features of a token the tensor axis
     gathers in all blocks, forward and backward; ``block_all_reduces``: what it sums in each.
-    ``moment_savings_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were
-    counted; a configuration may count their attention layers instead.
+    ``moment_savings_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they
+    were counted; a configuration may count their attention layers instead.
     """
 
     num_frozen: int

@@ -206,9 +206,9 @@ class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
     ``forward``: of matmul outputs. ``backward``: of gradients of matmul inputs, of which one is the
-    block's input if ``includes_block_input``. ``router_gradients``: of gradients of what routers give
-    experts. ``inner_features``: the features of a token whose gradients are also summed, within
-    linear attention.
+    block's input if ``includes_block_input``. ``router_gradients``: of gradients of what routers
+    give experts. ``inner_features``: the features of a token whose gradients are also summed,
+    within linear attention.
     """
 
     forward: int

@@ -93,7 +93,7 @@ class StepStatus:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Whether training ``should_continue``, and if so, on which ``batches`` of this rank.
+    """Whether training goes on, and if so, on which ``batches`` of this rank.
 
     ``terms``: the loss terms of all ranks, which are tokens (by their weights) or pairs.
     ``tokens``: the tokens of all ranks, without padding.

@@ -170,9 +170,8 @@ def open_data(
         rank=resolved_layout.coordinates.data,
         size=resolved_layout.layout.data_parallel_size,
     )
-    if (
-        comm.device.type == "cuda" and resolved_layout.layout.context == 1
-    ):  # else only parts are pinned
+    # If ranks share rows, only parts are pinned.
+    if comm.device.type == "cuda" and resolved_layout.layout.context == 1:
         loader.pin_batches(comm.device)
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size

@@ -59,13 +59,9 @@ class Governor:
         memory_actions: Mapping[Action, ActionHandle],
         previous_run: PreviousRun,
     ) -> None:
-        """Repeat the actions of ``previous_run``, and one rung more if memory ended it."""
-        self._comm, self._monitor, self._events, self._levers = (
-            comm,
-            monitor,
-            events,
-            memory_actions,
-        )
+        """Repeat the actions of ``previous_run``, and take one rung more if memory ended it."""
+        self._comm, self._monitor, self._events = comm, monitor, events
+        self._memory_actions = memory_actions
         self._policy = PolicyState()
         self._levels = (Level.CALM, Level.CALM)
         self._reported = Level.CALM
@@ -165,22 +161,22 @@ class Governor:
         return decide_action(self._policy, level, self._available_actions(*exhausted_memory))
 
     def _available_actions(self, *exhausted_memory: str) -> frozenset[Action]:
-        """Return the actions that can still free the memory ``exhausted_memory``: "host", "device" or both.
+        """Return the actions that can still free ``exhausted_memory``: "host", "device" or both.
 
         Without a device, actions that would free device memory free host memory.
         """
-        taken, freed_memory = self._policy.taken_actions, {*exhausted_memory}
+        taken, memory_kinds = self._policy.taken_actions, {*exhausted_memory}
         if self._monitor.device is None:
-            freed_memory.add("device")
+            memory_kinds.add("device")
         return frozenset(
             action
-            for action, lever in self._levers.items()
-            if action.freed_memory in freed_memory and taken.count(action) < lever.max_times
+            for action, handle in self._memory_actions.items()
+            if action.freed_memory in memory_kinds and taken.count(action) < handle.max_times
         )
 
     def _set_level(self, action: Action) -> str:
         """Apply an action as often as the ladder has taken it; describe the resulting setting."""
-        return self._levers[action].apply_times(self._policy.taken_actions.count(action))
+        return self._memory_actions[action].apply_times(self._policy.taken_actions.count(action))
 
     def _local_fill(self, memory_kind: Literal["host", "device"]) -> "_MemoryFill":
         """Return how full this rank's memory is; host memory if there is no device."""
@@ -248,7 +244,7 @@ def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
 def make_loader_actions(
     loader: Loader, data_files: Sequence[Path], release_memory: Callable[[], None] = lambda: None
 ) -> dict[Action, ActionHandle]:
-    """Return the levers of a loader that reads ``data_files``; its micro-batches are not split yet.
+    """Return the actions of a loader that reads ``data_files``; its micro-batches are still whole.
 
     ``release_memory`` frees memory that other parts keep for reuse.
     """

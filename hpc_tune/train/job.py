@@ -48,8 +48,8 @@ class Job:
     checkpoints store them, and a resumed run compares its settings with the stored ones.
 
     ``setup_comm`` ends the world if a rank hangs in its local work; ``step_comm`` is the same with
-    the timeout of steps. ``previous_run``: how the last run in ``dir`` ended. ``candidate``: the layout
-    that parallel=auto chose from measurements of this machine.
+    the timeout of steps. ``previous_run``: how the last run in ``dir`` ended. ``candidate``: the
+    layout that parallel=auto chose from measurements of this machine.
     """
 
     config: RunConfig

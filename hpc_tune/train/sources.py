@@ -229,11 +229,11 @@ def describe_mixture_changes(saved_state: Mapping[str, Any], phases: Sequence[Mi
     return "; ".join(_list_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
 
 
-def _describe_data_change(saved_state: MixturePart, current_part: MixturePart) -> str:
-    if saved_state.content != current_part.content:
+def _describe_data_change(saved_part: MixturePart, current_part: MixturePart) -> str:
+    if saved_part.content != current_part.content:
         return "is not the data this run was trained on, or it was prepared in another way"
-    if saved_state.limit != current_part.limit:
-        before, after = (p.limit or "no limit" for p in (saved_state, current_part))
+    if saved_part.limit != current_part.limit:
+        before, after = (p.limit or "no limit" for p in (saved_part, current_part))
         return f"has limit={after}, but {before} in the checkpoint"
     return ""
 

@@ -25,8 +25,8 @@ ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 class CoreShare:
     """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
-    ``pin``: whether the mask must be set; ``warning``: for the user; ``num_sharing_ranks``: how many ranks
-    use these CPUs.
+    ``pin``: whether the mask must be set; ``warning``: for the user; ``num_sharing_ranks``: how
+    many ranks use these CPUs.
     """
 
     cpus: CpuMask
@@ -106,8 +106,9 @@ def _split_cores(
     num_cores = _num_cores(cpus, find_core)
     fair = _num_cores(reachable_cpus, find_core) // num_ranks
     if warning is None and 2 * num_cores <= fair:
+        node_cores = _num_cores(reachable_cpus, find_core)
         warning = (
-            f"a rank may use {num_cores} of the node's {_num_cores(reachable_cpus, find_core)} cores, "
+            f"a rank may use {num_cores} of the node's {node_cores} cores, "
             f"while its share would be {fair}; if that is not intended, start with "
             f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )

@@ -100,8 +100,8 @@ class Comm:
     unique to this start of the job. ``sees_local_pids``: whether the ranks of a node see each
     other's processes. ``num_regroups``: how often ranks were chosen and renumbered. ``store_rank``:
     the launcher's first rank, which has the store and all connections of ``watch``. ``hang_watch``:
-    the watch behind ``watch_for_hang``, if a run has set one. ``solo_work``: work that this rank does
-    by itself now; if it failed, the others would wait forever in any collective inside the work.
+    the watch behind ``watch_for_hang``, if a run has set one. ``solo_work``: work that this rank
+    does by itself now; if it failed, the others would wait forever in any collective inside it.
     ``activity`` and ``resume_point``: what this rank does now, and where a next start would resume.
     """
 

@@ -347,15 +347,16 @@ def _describe_gpu_shortage(
     what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
     what += f" ({list_some(sorted(gpus), 8)})"
     text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {what}"
-    if together >= len(visible_gpus):
+    num_ranks = len(visible_gpus)
+    if together >= num_ranks:
         return (
-            f"{text}, while its {len(visible_gpus)} ranks see {together} in all; show each rank all GPUs "
+            f"{text}, while its {num_ranks} ranks see {together} in all; show each rank all GPUs "
             "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
-        f"{text}; {len(visible_gpus)} ranks run there and see {together} in all: start {together} per "
-        f"node (--ntasks-per-node={together}), request {len(visible_gpus)} GPUs per node "
-        f"(--gpus-per-node={len(visible_gpus)}), or set run.device=cpu"
+        f"{text}; {num_ranks} ranks run there and see {together} in all: start {together} per "
+        f"node (--ntasks-per-node={together}), request {num_ranks} GPUs per node "
+        f"(--gpus-per-node={num_ranks}), or set run.device=cpu"
     )
 
 
@@ -440,14 +441,14 @@ def read_allocator_settings() -> Mapping[str, Any]:
 
 def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
-    request = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
+    alloc_conf = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     told = settings.get("expandable_segments")
-    if _EXPANDABLE_SEGMENTS not in request or told is None or str(told).lower() in ("true", "1"):
+    if _EXPANDABLE_SEGMENTS not in alloc_conf or told is None or str(told).lower() in ("true", "1"):
         return None
     return (
         f"torch has not read {_EXPANDABLE_SEGMENTS} from the environment, so GPU memory fragments: "
-        f"torch was imported before the ranks set it. Export PYTORCH_ALLOC_CONF={_EXPANDABLE_SEGMENTS} in "
-        "the job"
+        "torch was imported before the ranks set it. Export "
+        f"PYTORCH_ALLOC_CONF={_EXPANDABLE_SEGMENTS} in the job"
     )
 
 

@@ -198,8 +198,8 @@ def stalled_error(
 ) -> StalledError:
     """Return the error that names the late ranks; ``operation``: what this rank waits in.
 
-    ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have ended. ``trace``:
-    the folder of the traces of collectives, if any.
+    ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have
+    ended. ``trace``: the folder of the traces of collectives, if any.
     """
     late = find_late_ranks(progress_by_rank, len(roster))
     said = [
@@ -250,8 +250,8 @@ def lost_host_error(
     host = lost_peers[0].hostname
     return LostHostError(
         f"host {host} ({format_ranks(lost_peers)}) has not answered in {limit_s:.0f} s "
-        f"(run.host_timeout) while {operation}: it is down, or the network between it and {own_host} "
-        "is cut",
+        f"(run.host_timeout) while {operation}: it is down, or the network between it and "
+        f"{own_host} is cut",
         {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost_peers]},
     )
 

@@ -191,7 +191,7 @@ class StallWatch:
             )
 
     def _gather_progress(self, progress_by_rank: dict[int, RankProgress]) -> None:
-        """Fill ``progress_by_rank`` with the answers of the ranks, and let these write their traces."""
+        """Fill ``progress_by_rank`` with the ranks' answers, and let these write their traces."""
         left = set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
@@ -548,10 +548,8 @@ class HostWatch:
 
     def _lost_host_error(self, rank: int) -> LostHostError:
         of_host = self._peers_on_node(self._comm.roster[rank].node)
-        progress_by_rank = [
-            self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks
-        ]
-        of_host = [self._current_comm.roster[rank] for rank in sorted(progress_by_rank)] or of_host
+        ranks = [self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks]
+        of_host = [self._current_comm.roster[rank] for rank in sorted(ranks)] or of_host
         own_host, operation = self._comm.world.hostname, self._comm.activity[0]
         return lost_host_error(of_host, own_host, operation, self._limit_s)
 

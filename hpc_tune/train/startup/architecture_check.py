@@ -549,7 +549,7 @@ def _format_untrained_names(built: BuiltModel) -> str:
 
 
 def wildcard_name(saved_name: str) -> str:
-    """Return the name in ``untrained`` of the trained tensor that checkpoints call ``saved_name``."""
+    """Return the name in ``untrained`` of the tensor that checkpoints call ``saved_name``."""
     layer = adapted_layer(saved_name) or saved_name.removeprefix(ADAPTER_PREFIX)
     return re.sub(r"\.\d+\.", ".*.", layer)
 

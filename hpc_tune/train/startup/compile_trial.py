@@ -91,9 +91,8 @@ def check_compiled_blocks_cached(
     except HpcTuneError as error:
         return str(error)
     model = read_config(built.directory, built.rope_scaling)
-    kind = (
-        f"{built.dtype} {recompute} {built.module.uses_document_attention} {_device_name(device)}"
-    )
+    by_document = built.module.uses_document_attention
+    kind = f"{built.dtype} {recompute} {by_document} {_device_name(device)}"
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
     if (cached := read_json_object(file).get("why")) is not None:

@@ -275,7 +275,7 @@ def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed
     governor, watching, _ = governed(Device())
     governor.observe(watching.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
-    governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
+    governor._levels, governor._memory_actions = (CRITICAL, CRITICAL), {}
     assert governor.act_on_levels(governor.status(), 1).memory == "device"
 
 
