@@ -40,7 +40,7 @@ from hpc_tune.engine.context_parallel import try_sharing_attention
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_host_limit, trim_heap
-from hpc_tune.model.build import BuiltModel, resolve_dtype
+from hpc_tune.model.build import resolve_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY_MODEL
 from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.experts import require_shardable_experts
@@ -67,7 +67,6 @@ from hpc_tune.world.comm import Comm
 # -- Measurements of links and ranks, or values from the data sheets of a named cluster.
 #
 # a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
-
 
 _SYNC_S = 50e-6
 _ACHIEVED_FLOPS_FRACTION = 0.4  # of a data sheet's flops that training reaches
@@ -158,19 +157,19 @@ MAX_SHOWN_LAYOUTS = 5
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result: ``rows`` are the fastest that fit, ``unfit_candidates`` faster ones that do not.
+    """The result: ``rows`` are the fastest that fit, ``unfit`` faster ones that do not.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
-    ``row_sharing_reason``: why ranks share rows although the settings do not ask for it.
+    ``sharing_reason``: why ranks share rows although the settings do not ask for it.
     """
 
     rows: list[Candidate]
-    unfit_candidates: list[Candidate]
+    unfit: list[Candidate]
     layout_without_auto: Candidate | None
     single_rank: Candidate | None
     num_ranks: int
-    row_sharing_reason: str = ""
+    sharing_reason: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -200,9 +199,8 @@ def choose_layout_for_command(
             f"parallel=auto: link speeds are not known: give --hardware {_cluster_names()}, or "
             "--measured FILE with the output of `python -m hpc_tune doctor --json` on those nodes"
         )
-    choice = search_layout(
-        config, _restrict_machine(machine, measurements.nodes), measurements, cluster
-    )
+    measured_machine = _restrict_machine(machine, measurements.nodes)
+    choice = search_layout(config, measured_machine, measurements, cluster)
     used = _restrict_machine(machine, [measurements.nodes[rank] for rank in choice.best.ranks])
     parallel = with_layout(config.parallel, choice.best.layout)
     return choice, used, config.model_copy(update={"parallel": parallel})
@@ -213,22 +211,21 @@ def search_layout(
 ) -> LayoutChoice:
     """Return the fastest layout that fits ``machine``, and the next ones.
 
-    If ``measurements`` do not say how fast ranks compute, the data sheets of ``cluster`` do.
+    ``cluster``: its data sheets say how fast ranks compute if ``measurements`` do not.
 
     Raises:
         ConfigError: if no layout is legal or fits, or neither says how fast ranks compute.
         DataError: as ``make_plan``.
     """
-    parallel_config, seq_len = config.parallel, config.data.seq_len
-    num_ranks = len(measurements.nodes)
+    parallel, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measurements.nodes)
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
     compute = measurements.compute
+    recomputes = parallel.recompute == "full"
     if compute is None and cluster is not None:
-        recomputes = parallel_config.recompute == "full"
         compute = compute_from_data_sheet(cluster, size, built.config, seq_len, recomputes)
     if compute is None:
         raise ConfigError(
@@ -236,51 +233,41 @@ def search_layout(
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measurements.links, measurements.nodes)
-    layouts = _list_layouts(config, built, num_ranks)
-    may_share = parallel_config.context == 1
-    may_share = may_share and allows_context_parallel(parallel_config, config.train)
+    allow_tensor = allows_tensor_parallel(config.tune, config.train)
+    num_experts = 1
+    if allows_expert_parallel(parallel, config.train):
+        num_experts = require_shardable_experts(built.module, parallel.expert)
+    layouts = legal_layouts(parallel, built.config, num_ranks, allow_tensor, num_experts)
+    if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
+        layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
+    may_share = parallel.context == 1 and allows_context_parallel(parallel, config.train)
     may_share = may_share and try_sharing_attention(built.module)
     shared: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share:
         near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
         shared = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
-    common_arguments = parallel_config, config.batch, work, machine, compute, network
-    legal_candidates = predict_candidates(layouts + shared[0], *common_arguments)
+    common_arguments = parallel, config.batch, work, machine, compute, network
+    legal = predict_candidates(layouts + shared[0], *common_arguments)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
-        parallel = with_layout(parallel_config, candidate.layout)
+        update = {"parallel": with_layout(parallel, candidate.layout)}
         used = _restrict_machine(machine, [measurements.nodes[rank] for rank in candidate.ranks])
-        return make_plan(config.model_copy(update={"parallel": parallel}), used)
+        return make_plan(config.model_copy(update=update), used)
 
     def with_micro_rows(candidate: Candidate, rows: int) -> Candidate:
-        settings = parallel_config.model_copy(update={"reshard": candidate.reshard})
+        settings = parallel.model_copy(update={"reshard": candidate.reshard})
         time = step_time(work, candidate.layout, candidate.ranks, settings, rows, compute, network)
         return replace(candidate, micro_rows=rows, time=time)
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
-    search = _LayoutSearch(work, machine, num_ranks, parallel_config, plan_of, rows_of)
+    search = _LayoutSearch(work, machine, num_ranks, parallel, plan_of, rows_of)
     predict_more = partial(predict_candidates, shared[1], *common_arguments)
-    rows, unfit_candidates = search.select_fastest_candidates(legal_candidates, predict_more)
-    layout = resolve(parallel_config, size, built.config, machine, num_ranks).layout
-    layout_without_auto = next((c for c in legal_candidates if c.layout == layout), None)
-    single_rank = next((c for c in legal_candidates if c.layout.size == 1), None)
-    row_sharing_reason = _explain_row_sharing(rows[0].layout, work.global_rows) if may_share else ""
-    return LayoutChoice(
-        rows, unfit_candidates, layout_without_auto, single_rank, num_ranks, row_sharing_reason
-    )
-
-
-def _list_layouts(config: RunConfig, built: BuiltModel, num_ranks: int) -> list[Layout]:
-    parallel_config, num_experts = config.parallel, 1
-    if allows_expert_parallel(parallel_config, config.train):
-        num_experts = require_shardable_experts(built.module, parallel_config.expert)
-    allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
-    layouts = legal_layouts(
-        parallel_config, built.config, num_ranks, allow_tensor_parallel, num_experts
-    )
-    if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
-        layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    return layouts
+    rows, unfit = search.select_fastest_candidates(legal, predict_more)
+    layout = resolve(parallel, size, built.config, machine, num_ranks).layout
+    default = next((c for c in legal if c.layout == layout), None)
+    single_rank = next((c for c in legal if c.layout.size == 1), None)
+    sharing_reason = _explain_row_sharing(rows[0].layout, work.global_rows) if may_share else ""
+    return LayoutChoice(rows, unfit, default, single_rank, num_ranks, sharing_reason)
 
 
 def _explain_row_sharing(best: Layout, num_rows: int) -> str:
@@ -301,12 +288,10 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
         if other is not None and all(row.layout != other.layout for row in shown):
             lines.append(_format_row(other, note))
             shown.append(other)
-    lines += [
-        _format_row(row, "does not fit") for row in choice.unfit_candidates[:MAX_SHOWN_LAYOUTS]
-    ]
-    if (others := len(choice.unfit_candidates) - MAX_SHOWN_LAYOUTS) > 0:
+    lines += [_format_row(row, "does not fit") for row in choice.unfit[:MAX_SHOWN_LAYOUTS]]
+    if (others := len(choice.unfit) - MAX_SHOWN_LAYOUTS) > 0:
         lines.append(f"        and {others} more, none of which fits")
-    reasons = [choice.row_sharing_reason] if choice.row_sharing_reason else []
+    reasons = [choice.sharing_reason] if choice.sharing_reason else []
     if default and alone and default.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
@@ -378,48 +363,44 @@ class _LayoutSearch:
     work: StepWork
     machine: Machine
     num_ranks: int
-    parallel_config: ParallelConfig
+    parallel: ParallelConfig
     plan_of: Callable[[Candidate], MemoryPlan]
     with_micro_rows: Callable[[Candidate, int], Candidate] | None
-    planned_candidates: list[_PlannedCandidate] = field(default_factory=list)
+    planned: list[_PlannedCandidate] = field(default_factory=list)
 
     def select_fastest_candidates(
-        self,
-        legal_candidates: Sequence[Candidate],
-        predict_more_candidates: Callable[[], Sequence[Candidate]],
+        self, legal: Sequence[Candidate], predict_more: Callable[[], Sequence[Candidate]]
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Return the fastest candidate that fits and slower ones, and faster ones that do not fit.
 
         Slower ones are not planned: they may not fit. If none fits, the candidates that
-        ``predict_more_candidates`` returns are tried too.
+        ``predict_more`` returns are tried too.
 
         Raises:
             ConfigError: if no candidate fits.
         """
-        rows, unfit_candidates = self._split_by_fit(legal_candidates)
+        rows, unfit = self._split_by_fit(legal)
         if not rows:
-            more = predict_more_candidates()
-            legal_candidates = [*legal_candidates, *more]
+            more = predict_more()
+            legal = [*legal, *more]
             rows, more_refused = self._split_by_fit(more)
-            unfit_candidates += more_refused
+            unfit += more_refused
         if not rows:
-            raise ConfigError(self._explain_no_fit(len(legal_candidates)))
-        return sorted(rows, key=self._penalized_s), unfit_candidates
+            raise ConfigError(self._explain_no_fit(len(legal)))
+        return sorted(rows, key=self._penalized_s), unfit
 
-    def _split_by_fit(
-        self, legal_candidates: Sequence[Candidate]
-    ) -> tuple[list[Candidate], list[Candidate]]:
+    def _split_by_fit(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         rows: list[Candidate] = []
-        unfit_candidates: list[Candidate] = []
-        for candidate in legal_candidates:
+        unfit: list[Candidate] = []
+        for candidate in legal:
             best = min((self._penalized_s(row) for row in rows if row.fits), default=math.inf)
             if self._penalized_s(candidate) < best:
                 weighed = self._predict_memory(candidate)
-                (rows if weighed.fits else unfit_candidates).append(weighed)
+                (rows if weighed.fits else unfit).append(weighed)
             elif len(rows) < MAX_SHOWN_LAYOUTS:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
-        return rows, unfit_candidates
+        return rows, unfit
 
     def _penalized_s(self, candidate: Candidate) -> float:
         return candidate.penalized_s(self.num_ranks)
@@ -433,9 +414,7 @@ class _LayoutSearch:
         # With sharded experts, sent tokens are copied too.
         if layout.expert == 1 and upper_bound_fits(most, machine):
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
-        least = max(
-            (p.lower_bound_bytes(candidate, work.size) for p in self.planned_candidates), default=0
-        )
+        least = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
         if least > room:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
@@ -443,7 +422,7 @@ class _LayoutSearch:
         steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         non_static_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned_candidates.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
+        self.planned.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
         fitting = plan.tokens_that_fit // work.seq_len
         if self.with_micro_rows and 0 < fitting < candidate.micro_rows:
             candidate = self.with_micro_rows(candidate, 1 << (fitting.bit_length() - 1))
@@ -451,21 +430,17 @@ class _LayoutSearch:
 
     def _explain_no_fit(self, num_legal: int) -> str:
         room = format_bytes(self.machine.bytes_per_rank)
-        if self.planned_candidates:
+        if self.planned:
             size = self.work.size
-            best = min(
-                self.planned_candidates, key=lambda p: p.lower_bound_bytes(p.candidate, size)
-            )
+            best = min(self.planned, key=lambda p: p.lower_bound_bytes(p.candidate, size))
             least = format_bytes(best.lower_bound_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
                 f"was found is {least} of {room} per rank, with {best.candidate}. "
                 f"What would help there:\n  - " + "\n  - ".join(best.advice)
             )
-        axes = self.parallel_config.axes | {
-            "expert": self.parallel_config.expert,
-            "context": self.parallel_config.context,
-        }
+        parallel = self.parallel
+        axes = parallel.axes | {"expert": parallel.expert, "context": parallel.context}
         given = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
         unfit = "divides no such number of ranks, does not suit the model, or "
         unfit = f"{given} {unfit}" if given else ""
@@ -603,9 +578,9 @@ def choose_layout_on_rank_0(
     return choice_from_json(comm.run_on_rank_0("choosing the layout", ask))
 
 
-def compare_step_times(chosen_candidate: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
+def compare_step_times(candidate: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
     """Return the predicted step time and the median of the measured ones without the first."""
-    steps_s, predicted_s = list(steps_s), chosen_candidate.time.seconds
+    steps_s, predicted_s = list(steps_s), candidate.time.seconds
     measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None
     off = None if measured_s is None else measured_s / predicted_s - 1
     if off is not None:
@@ -616,10 +591,10 @@ def compare_step_times(chosen_candidate: Candidate, steps_s: Iterable[float]) ->
             100 * off,
         )
     return {
-        "layout": str(chosen_candidate.layout),
-        "ranks": list(chosen_candidate.ranks),
+        "layout": str(candidate.layout),
+        "ranks": list(candidate.ranks),
         "predicted_step_s": predicted_s,
         "measured_step_s": measured_s,
         "off": off,
-        "predicted_comm_share": chosen_candidate.time.comm_share,
+        "predicted_comm_share": candidate.time.comm_share,
     }

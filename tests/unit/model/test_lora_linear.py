@@ -195,7 +195,7 @@ def test_layers_that_share_an_input_are_those_of_peft(others, settings, recomput
         xs = [torch.randn(3, 5, 24, dtype=torch.float64, generator=generator) for _ in range(4)]
         copies.refresh()
         together = [group for group in groups if len(group.layers) > 1]
-        assert all(group._is_apart == (others > 0 and seed > 0) for group in together)
+        assert all(group._shares_input == (others == 0 or seed == 0) for group in together)
         results = []
         for net in (fused, stock):
             net.zero_grad()
