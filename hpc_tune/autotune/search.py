@@ -234,16 +234,14 @@ def search_layout(
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measurements.links, measurements.nodes)
     allow_tensor = allows_tensor_parallel(config.tune, config.train)
-    num_experts = 1
-    if allows_expert_parallel(parallel, config.train):
-        num_experts = require_shardable_experts(built.module, parallel.expert)
+    may_shard = allows_expert_parallel(parallel, config.train)
+    num_experts = require_shardable_experts(built.module, parallel.expert) if may_shard else 1
     layouts = legal_layouts(parallel, built.config, num_ranks, allow_tensor, num_experts)
     if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = parallel.context == 1 and allows_context_parallel(parallel, config.train)
-    may_share = may_share and try_sharing_attention(built.module)
     shared: tuple[list[Layout], list[Layout]] = ([], [])
-    if may_share:
+    if may_share := may_share and try_sharing_attention(built.module):
         near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
         shared = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
     common_arguments = parallel, config.batch, work, machine, compute, network
