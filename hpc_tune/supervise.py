@@ -348,7 +348,7 @@ class Supervisor:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
         has_report = bool(reported)
         suspects = find_lost_hosts(reported) | lines.find_suspects(has_report)
-        if outcome.has_died_of_memory(outcome.read_heartbeats(self._run_dir)):
+        if outcome.has_run_out_of_memory(outcome.read_heartbeats(self._run_dir)):
             suspects = {}  # no node is to blame: the next start uses less memory
         has_progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__

@@ -35,7 +35,7 @@ OPENMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 OPENMPI_YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-def _claim_of_openmpi(environ: Environ) -> Claim | None:
+def _read_openmpi_claim(environ: Environ) -> Claim | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the index of the node.
@@ -50,7 +50,7 @@ def _claim_of_openmpi(environ: Environ) -> Claim | None:
     )
 
 
-def _claim_of_prun(environ: Environ) -> Claim | None:
+def _read_prun_claim(environ: Environ) -> Claim | None:
     """PMIX_RANK is all that prun sets; srun sets it too."""
     if "PMIX_RANK" not in environ or is_srun_step(environ):
         return None
@@ -64,14 +64,14 @@ def _openmpi_cannot_start(library: str) -> bool:
 
 
 OPENMPI = Launcher(
-    _claim_of_openmpi,
+    _read_openmpi_claim,
     variable_prefixes=("OMPI_", "PMIX_", "PRTE_"),
     process_prefixes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
     library_folder_variable="OMPI_LIBDIR_LOC",
     cannot_start=_openmpi_cannot_start,
 )
 PRUN = Launcher(
-    _claim_of_prun, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
+    _read_prun_claim, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
 )
 
 
@@ -95,7 +95,7 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI sends nothing from GPUs here"
 
 
-def _claim_of_hydra(environ: Environ) -> Claim | None:
+def _read_hydra_claim(environ: Environ) -> Claim | None:
     # If srun started the proxies, the step's variables describe these; srun sets PMI_RANK too.
     if "PMI_RANK" not in environ:
         return None
@@ -113,7 +113,7 @@ def _claim_of_hydra(environ: Environ) -> Claim | None:
     )
 
 
-def _claim_of_mvapich(environ: Environ) -> Claim | None:
+def _read_mvapich_claim(environ: Environ) -> Claim | None:
     if "MV2_COMM_WORLD_SIZE" not in environ:
         return None
     return read_claim(
@@ -129,12 +129,12 @@ def _claim_of_mvapich(environ: Environ) -> Claim | None:
 
 _HYDRA_PROCESSES = ("mpirun", "mpiexec", "hydra")
 HYDRA = Launcher(
-    _claim_of_hydra,
+    _read_hydra_claim,
     variable_prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"),
     process_prefixes=_HYDRA_PROCESSES,
 )
 MVAPICH = Launcher(
-    _claim_of_mvapich, variable_prefixes=("MV2_",), process_prefixes=_HYDRA_PROCESSES
+    _read_mvapich_claim, variable_prefixes=("MV2_",), process_prefixes=_HYDRA_PROCESSES
 )
 
 
@@ -144,7 +144,7 @@ MVAPICH = Launcher(
 # shells (https://flux-framework.readthedocs.io/projects/flux-core/, flux-environment(7)).
 
 
-def _claim_of_flux(environ: Environ) -> Claim | None:
+def _read_flux_claim(environ: Environ) -> Claim | None:
     if "FLUX_TASK_RANK" not in environ:
         return None
     # Flux's own PMI is that of MPICH and Cray MPICH; -o pmi=pmix is for Open MPI.
@@ -153,7 +153,7 @@ def _claim_of_flux(environ: Environ) -> Claim | None:
     return read_claim(environ, "flux", libmpi, **names, local_rank="FLUX_TASK_LOCAL_ID")
 
 
-def _claim_of_jsrun(environ: Environ) -> Claim | None:
+def _read_jsrun_claim(environ: Environ) -> Claim | None:
     if "JSM_NAMESPACE_RANK" not in environ:
         return None
     names = ("rank", "size", "local_rank", "local_size")
@@ -166,18 +166,18 @@ def _claim_of_jsrun(environ: Environ) -> Claim | None:
 
 
 FLUX = Launcher(
-    _claim_of_flux,
+    _read_flux_claim,
     variable_prefixes=("FLUX_",),
     process_prefixes=("flux-shell", "flux-broker"),
     advice="With Open MPI, start with flux run -o pmi=pmix.",
 )
-JSRUN = Launcher(_claim_of_jsrun, variable_prefixes=("JSM_",), process_prefixes=("jsrun", "jsmd"))
+JSRUN = Launcher(_read_jsrun_claim, variable_prefixes=("JSM_",), process_prefixes=("jsrun", "jsmd"))
 
 
 # -- PALS, the launcher of HPE Cray systems.
 
 
-def _claim_of_pals(environ: Environ) -> Claim | None:
+def _read_pals_claim(environ: Environ) -> Claim | None:
     if "PALS_RANKID" not in environ:
         return None
     # srun --mpi=cray_shasta sets the rank but not the size.
@@ -193,7 +193,7 @@ def _claim_of_pals(environ: Environ) -> Claim | None:
     )
 
 
-PALS = Launcher(_claim_of_pals, variable_prefixes=("PALS_",), process_prefixes=("pals",))
+PALS = Launcher(_read_pals_claim, variable_prefixes=("PALS_",), process_prefixes=("pals",))
 
 
 # -- torchrun, which runs a store for its ranks and pins none of them.
@@ -202,7 +202,7 @@ PALS = Launcher(_claim_of_pals, variable_prefixes=("PALS_",), process_prefixes=(
 _NODE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
-def _claim_of_torchrun(environ: Environ) -> Claim | None:
+def _read_torchrun_claim(environ: Environ) -> Claim | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     return read_claim(
@@ -218,7 +218,7 @@ def _claim_of_torchrun(environ: Environ) -> Claim | None:
 
 
 TORCHRUN = Launcher(
-    _claim_of_torchrun,
+    _read_torchrun_claim,
     variable_prefixes=("TORCHELASTIC_", *TORCH_VARIABLES, *_NODE_VARIABLES),
     has_store=True,
 )

@@ -164,7 +164,7 @@ def is_srun_step(environ: Environ) -> bool:
     )
 
 
-def _claim_of_slurm(environ: Environ) -> Claim | None:
+def _read_slurm_claim(environ: Environ) -> Claim | None:
     if not is_srun_step(environ):
         return None
     plain = _claim_without_mpi(environ)
@@ -257,7 +257,7 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 SRUN = Launcher(
-    _claim_of_slurm,
+    _read_slurm_claim,
     variable_prefixes=("SLURM_",),
     process_prefixes=("slurmstepd",),
     advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "

@@ -45,7 +45,7 @@ from hpc_tune.data.records import (
 )
 from hpc_tune.errors import DataError
 
-BadRows = Literal["refuse", "skip"]
+BadRowPolicy = Literal["refuse", "skip"]
 SplitPart = Literal["all", "train", "held-out"]
 Row = Example | Tokens | PreferencePair | LabeledAnswers
 _QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
@@ -76,7 +76,7 @@ class ReadOptions:
     """
 
     columns: tuple[tuple[str, str], ...] = ()
-    bad_rows: BadRows = "refuse"
+    bad_rows: BadRowPolicy = "refuse"
     held_out: float = 0.0
     part: SplitPart = "all"
     form: DataForm = "answers"

@@ -41,7 +41,7 @@ _FAMILIES_NEEDING_MASK = ("biogpt", "falcon", "opt")
 # Fields of config.json that change logits. Granite divides by its factor, HyperCLOVA X multiplies.
 _LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_MULTIPLYING_FAMILIES = ("hyperclovax",)
+_LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
 
 
 def cross_entropies(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -363,7 +363,9 @@ def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Scale and cap logits after the head, as some families do (Cohere, Granite, Gemma 2)."""
     for name in _LOGIT_FACTORS:
         if factor := getattr(config, name, None):
-            divides = name == "logits_scaling" and config.model_type not in _MULTIPLYING_FAMILIES
+            divides = (
+                name == "logits_scaling" and config.model_type not in _LOGITS_SCALING_MULTIPLIES
+            )
             logits = logits / factor if divides else logits * factor
     for name in _LOGIT_CAPS:
         if cap := getattr(config, name, None):

@@ -311,7 +311,9 @@ MAX_VALUES = 64_000_000
 _STANDARD_DEVIATION = 0.03  # of the noise on all initial values, so that none is zero or one
 _MAX_DRAWS = 5  # draws of values, at most; the last ones are used even if tied
 _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
-_TIE_SHARE = 2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
+_TIE_TOLERANCE = (
+    2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
+)
 
 
 class UncheckableArchitecture(Exception):
@@ -332,7 +334,7 @@ class TopKGapRecorder(TorchDispatchMode):
     @property
     def is_tied(self) -> bool:
         """Whether rounding may have decided a choice: summing in another order could change it."""
-        return self.smallest_gap < _TIE_SHARE
+        return self.smallest_gap < _TIE_TOLERANCE
 
     def __torch_dispatch__(
         self,

@@ -247,7 +247,7 @@ def clear_heartbeats(run_dir: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def has_died_of_memory(last_heartbeats: Sequence[Heartbeat]) -> bool:
+def has_run_out_of_memory(last_heartbeats: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
     near = HOST_LIMITS.level_thresholds[Level.TIGHT]
     return any(
@@ -267,7 +267,7 @@ def describe_last_heartbeats(last_heartbeats: Sequence[Heartbeat]) -> str:
     kills = max(map(_count_new_kills, last_heartbeats))
     if kills:
         text += f"; since it began the kernel killed {kills} of that group's processes for memory"
-    elif has_died_of_memory(last_heartbeats):
+    elif has_run_out_of_memory(last_heartbeats):
         text += "; probably by the kernel, for memory"
     return text
 
@@ -312,7 +312,7 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
         last_seen = describe_last_heartbeats(last_heartbeats)
         death = f"the last run in {run_dir} did not end by itself; {last_seen}"
         return PreviousRun(
-            exhausted_memory="host" if has_died_of_memory(last_heartbeats) else None, death=death
+            exhausted_memory="host" if has_run_out_of_memory(last_heartbeats) else None, death=death
         )
     return PreviousRun()
 

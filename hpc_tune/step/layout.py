@@ -132,7 +132,7 @@ class MeshCoordinates:
     context: int = 0
 
     @property
-    def represents_rows(self) -> bool:
+    def counts_rows(self) -> bool:
         """Whether this rank counts for its rows in sums over ranks, of which some share rows."""
         return self.tensor == 0 and self.pipeline == 0 and self.context == 0
 

@@ -364,7 +364,7 @@ class Recorder:
         self.tokens = 0
         self._prepared: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
         coordinates = plan.layout.coordinates(comm.world.rank)
-        self._counts_rows = coordinates.represents_rows
+        self._counts_rows = coordinates.counts_rows
         self._part = plan.row_part(coordinates.context)
 
     def count_tokens_and_flops(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:

@@ -27,7 +27,7 @@ from hpc_tune.world.comm import all_gather
 from hpc_tune.world.liveness import time_limit
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
-GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
+SUB_GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
 
 
 def deepspeed_config(
@@ -44,7 +44,7 @@ def deepspeed_config(
         "stage": parallel.zero_stage,
         "reduce_bucket_size": BUCKET_VALUES,
         "allgather_bucket_size": BUCKET_VALUES,
-        "sub_group_size": GROUP_VALUES,
+        "sub_group_size": SUB_GROUP_VALUES,
         "memory_efficient_linear": False,  # it would replace torch's linear for the whole process
         # What is gathered at a time: the block in use, and the next one in advance.
         "stage3_prefetch_bucket_size": block,

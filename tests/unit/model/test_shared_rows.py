@@ -316,7 +316,7 @@ def test_neighbors_share_rows_and_the_first_of_them_counts():
     assert layout.group_of(5, "context") == (1, 3, 5, 7)
     assert layout.group_of(30, "context") == (24, 26, 28, 30)
     places = [layout.coordinates(rank) for rank in range(32)]
-    assert sum(place.represents_rows for place in places) == layout.data_parallel_size
+    assert sum(place.counts_rows for place in places) == layout.data_parallel_size
     for ranks in layout.groups("context"):
         assert [places[rank].context for rank in ranks] == [0, 1, 2, 3]
         assert len({(places[r].data, places[r].tensor, places[r].pipeline) for r in ranks}) == 1

@@ -197,7 +197,7 @@ def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbors():
     assert [p.shard for p in places[:13:4]] == [0, 1, 2, 0]
     assert {p.data for p in places} == set(range(layout.data_parallel_size))
     for data in range(layout.data_parallel_size):
-        assert sum(p.represents_rows for p in places if p.data == data) == 1
+        assert sum(p.counts_rows for p in places if p.data == data) == 1
 
 
 @pytest.mark.parametrize(

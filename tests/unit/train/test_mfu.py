@@ -32,20 +32,20 @@ class TwoRanks:
 
     is_rank_0 = True
 
-    def __init__(self, represents_rows: bool) -> None:
-        self.world = SimpleNamespace(rank=0 if represents_rows else 1)
+    def __init__(self, counts_rows: bool) -> None:
+        self.world = SimpleNamespace(rank=0 if counts_rows else 1)
 
     def gather_by_value(self, values):
         return [[value, value] for value in values]
 
 
-def mfu_of(batches, represents_rows=True, peak_flops: float | None = 1e6):
+def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
     """A step of 2 seconds, of 100 flops per token in weights."""
     told: list[Any] = []
-    layout = Layout(1, 1) if represents_rows else Layout(1, 1, tensor=2)
+    layout = Layout(1, 1) if counts_rows else Layout(1, 1, tensor=2)
     plan = StepPlan(layout, ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2)
     recorder = Recorder(
-        cast(Any, TwoRanks(represents_rows)),
+        cast(Any, TwoRanks(counts_rows)),
         plan,
         Flops(100.0, partial(attention_flops, MODEL), peak_flops),
         cast(Any, SimpleNamespace(epoch=0.0, rows=0)),
@@ -82,7 +82,7 @@ def test_full_rows_have_the_flops_of_rows():
 
 
 def test_rows_that_another_rank_counts_are_counted_once():
-    assert mfu_of([costliest_batch(2, 8)], represents_rows=False) == 0.0
+    assert mfu_of([costliest_batch(2, 8)], counts_rows=False) == 0.0
 
 
 def test_a_device_without_a_known_peak_has_no_mfu():
