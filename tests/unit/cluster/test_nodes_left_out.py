@@ -241,7 +241,7 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     assert (list(found), lost) == (["n2"], True)
     assert "probe" in found["n2"]
     command = nodes.command()
-    assert (list(command.nodes), command.missing) == (["n1"], 2)
+    assert (list(command.nodes), command.num_missing_nodes) == (["n1"], 2)
     assert command.told == "on 1 of 3 nodes, 2 ranks"
 
 
@@ -323,7 +323,7 @@ def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
         ParallelConfig(tensor=4),
     )
     nodes.left_out["n4"] = "x"
-    assert (list(nodes.command().nodes), nodes.command().missing) == (["n1", "n2"], 2)
+    assert (list(nodes.command().nodes), nodes.command().num_missing_nodes) == (["n1", "n2"], 2)
 
 
 @pytest.mark.parametrize(

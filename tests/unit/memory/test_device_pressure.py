@@ -66,7 +66,7 @@ def governed(monkeypatch):
 
     def make(device, before=NOTHING_BEFORE, mode="on"):
         memory_actions = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}
-        memory_actions[SPLIT] = replace(memory_actions[SPLIT], most=2)
+        memory_actions[SPLIT] = replace(memory_actions[SPLIT], max_times=2)
         comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
         watching = MemoryMonitor(None, device, mode)
         return Governor(comm, watching, events, memory_actions, before), watching, events

@@ -352,7 +352,7 @@ def test_first_adapter_values_are_those_of_lora(tiny):
 def test_a_part_of_an_adapter_is_the_part_of_the_whole():
     name, shape = "x.lora_A.default.weight", (6, 10)
     whole, part = torch.empty(shape), torch.empty(2, 10)
-    built = SimpleNamespace(start=None, seed=3)
+    built = SimpleNamespace(init_index=None, seed=3)
     load_module._init_adapter(built, name, LocalRegion(whole, (0, 0), shape), reserve_nothing)
     load_module._init_adapter(built, name, LocalRegion(part, (4, 0), shape), reserve_nothing)
     assert torch.equal(part, whole[4:6])

@@ -137,7 +137,7 @@ def test_a_node_without_counters_says_so(tmp_path, no_driver):
     parts = measured(tmp_path, lambda: None)
     assert parts.keys() == {"CPUs"}
     assert parts["CPUs"].num_counted == 0
-    assert parts["CPUs"].why == f"{tmp_path}/class/powercap: the kernel shows no RAPL counter there"
+    assert parts["CPUs"].reason == f"{tmp_path}/class/powercap: the kernel shows no RAPL counter there"
 
 
 def test_a_counter_that_only_root_may_read_is_not_known():
@@ -145,7 +145,7 @@ def test_a_counter_that_only_root_may_read_is_not_known():
         raise PermissionError(13, "Permission denied")
 
     part = EnergyMeter([EnergyCounter("CPUs", "energy_uj", read)]).end()["CPUs"]
-    assert (part.num_counted, part.total, part.why) == (0, 1, "energy_uj: Permission denied")
+    assert (part.num_counted, part.total, part.reason) == (0, 1, "energy_uj: Permission denied")
 
 
 @pytest.mark.parametrize("name", ["energy_uj", "max_energy_range_uj"])
@@ -155,7 +155,7 @@ def test_a_counter_that_cannot_be_read_is_not_known(tmp_path, no_driver, name):
     file.mkdir()
     part = measured(tmp_path, lambda: None)["CPUs"]
     assert (part.num_counted, part.total) == (0, 1)
-    assert part.why.endswith(": Is a directory")
+    assert part.reason.endswith(": Is a directory")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_gpus_by_the_driver(tmp_path, monkeypatch, millijoules, joules, why):
     gpus = ["0000:17:00.0", "0000:18:00.0"]
     part = measured(tmp_path, lambda: setattr(driver, "millijoules", millijoules), gpus)["GPUs"]
     assert (part.joules, part.num_counted, part.total) == (joules, joules > 0, 2)
-    assert part.why == (
+    assert part.reason == (
         f"GPU 0000:17:00.0: {why}"
         if why
         else "GPU 0000:18:00.0: NVIDIA's driver says Not Supported"
@@ -186,7 +186,7 @@ def test_a_gpu_without_nvidias_driver_by_the_kernel(tmp_path, no_driver):
     gpus = ["0000:c1:00.0", "0000:c6:00.0", ""]
     part = measured(tmp_path, lambda: file.write_text("31000000\n"), gpus)["GPUs"]
     assert (part.joules, part.num_counted, part.total) == (30.0, 1, 3)
-    assert part.why.startswith("GPU 0000:c6:00.0: neither its maker's driver nor")
+    assert part.reason.startswith("GPU 0000:c6:00.0: neither its maker's driver nor")
 
 
 class AmdSmi:
@@ -244,13 +244,13 @@ def test_amds_gpus_by_its_library_and_else_by_the_kernel(amd, monkeypatch, name)
     part = measured(amd, change, AMD)["GPUs"]
     assert part.joules == pytest.approx(2_000_000 * 15.3e-6 + 7)
     assert (part.num_counted, part.total) == (2, 3)
-    assert part.why == "GPU 0000:c2:00.0: its counter stood still"
+    assert part.reason == "GPU 0000:c2:00.0: its counter stood still"
 
 
 def test_a_gpu_of_which_amds_library_and_the_kernel_tell_nothing_says_why(amd, monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", AmdSmi())
     part = measured(amd, lambda: None, ["0000:c9:00.0"])["GPUs"]
-    assert part.why == "GPU 0000:c9:00.0: AMD's library says Error code: 2"
+    assert part.reason == "GPU 0000:c9:00.0: AMD's library says Error code: 2"
 
 
 @pytest.mark.parametrize("module", [None, AmdSmi(fails=True)])
