@@ -242,7 +242,7 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     assert "probe" in found["n2"]
     command = nodes.command()
     assert (list(command.nodes), command.num_missing_nodes) == (["n1"], 2)
-    assert command.told == "on 1 of 3 nodes, 2 ranks"
+    assert command.summary == "on 1 of 3 nodes, 2 ranks"
 
 
 def test_a_node_that_slurm_has_taken_from_the_job_is_not_used(cluster):

@@ -137,7 +137,8 @@ def test_a_node_without_counters_says_so(tmp_path, no_driver):
     parts = measured(tmp_path, lambda: None)
     assert parts.keys() == {"CPUs"}
     assert parts["CPUs"].num_counted == 0
-    assert parts["CPUs"].reason == f"{tmp_path}/class/powercap: the kernel shows no RAPL counter there"
+    reason = f"{tmp_path}/class/powercap: the kernel shows no RAPL counter there"
+    assert parts["CPUs"].reason == reason
 
 
 def test_a_counter_that_only_root_may_read_is_not_known():
