@@ -214,7 +214,10 @@ def test_a_read_only_run_directory_is_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
-@pytest.mark.parametrize(("size_kib", "data"), [(64, ""), (4500, ""), (9000, ":heldout")])
+@pytest.mark.parametrize(
+    ("size_kib", "data"),
+    [(64, ""), (4500, ""), pytest.param(9000, ":heldout", marks=pytest.mark.full)],
+)
 def test_a_full_run_directory_ends_the_run_with_one_message(tmp_path, size_kib, data):
     """64 KiB stop the model, 4500 the data, 9000 the first checkpoint."""
     place = tmp_path / "small"

@@ -154,6 +154,7 @@ sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.full
 def test_two_ranks_on_one_device_are_named(tmp_path):
     done = mpirun(2, ["-c", DUPLICATED, f"run.dir={tmp_path}"])
     assert done.returncode == 1, done.stdout + done.stderr

@@ -31,6 +31,7 @@ def done_in(run_dir):
     return [event["action"] for event in events(run_dir, "governor") if "action" in event]
 
 
+@pytest.mark.full
 def test_ranks_that_work_each_for_itself_run_the_step_again(tmp_path):
     ways = [("calm", None), ("forward", "forward"), ("backward", "backward")]
     ended = launch_runs(2, jobs_of(tmp_path, "replicate=2", *ways), tmp_path, program=PROGRAM)
@@ -49,15 +50,9 @@ def test_ranks_that_work_each_for_itself_run_the_step_again(tmp_path):
         assert gap < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "shard=2",
-        *(
-            pytest.param(layout, marks=pytest.mark.full)
-            for layout in ("pipeline=2", "tensor=2", "zero_stage=2", "zero_stage=3")
-        ),
-    ],
+    "layout", ["shard=2", "pipeline=2", "tensor=2", "zero_stage=2", "zero_stage=3"]
 )
 def test_with_messages_within_a_pass_all_stop_and_the_next_start_is_one_rung_lower(
     tmp_path, layout

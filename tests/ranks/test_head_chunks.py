@@ -19,9 +19,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [x if x == "zero 3" else pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_with_other_numbers_of_chunks_have_the_losses_of_one_rank(layout, tmp_path):
     model = write_untied(tmp_path)
 

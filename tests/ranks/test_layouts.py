@@ -371,6 +371,7 @@ def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_pat
     assert outcome(tmp_path)["exit_code"] == 2
 
 
+@pytest.mark.full
 def test_a_rank_without_rows_takes_part_where_offloaded_weights_have_copies(shared):
     """Nothing is sharded, but FSDP adds gradients up: its ranks wait for each other's passes."""
     axes, one_row = ["replicate=2", "offload_params=cpu"], ["batch.global_size=1", *FEWER]

@@ -39,6 +39,7 @@ def references(folder):
     return {method: losses(folder / method) for method in METHODS}
 
 
+@pytest.mark.full
 def test_pieces_give_the_losses_of_whole_rows(folder, references):
     jobs = [job(folder, f"{m} in pieces", m, 4) for m in METHODS]
     assert many_runs(1, jobs, folder) == [0] * len(jobs)

@@ -63,6 +63,7 @@ def test_no_architecture_is_trained_wrong_or_crashes():
     assert len({name for name, _ in table}) >= 60
 
 
+@pytest.mark.full
 def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
     model = tmp_path / "lfm2"
     write_tiny_model(model)

@@ -70,6 +70,7 @@ def test_layouts_change_no_loss_and_experts_stop_and_go_on_elsewhere(tmp_path):
     assert 0 < sent["all_to_all"] < 2 * expected["all_to_all"]  # as routers choose
 
 
+@pytest.mark.full
 def test_recomputed_experts_in_bf16_have_the_losses_of_those_that_are_kept(tmp_path):
     # Their weights are cast when they are gathered, which a recomputation need not do again.
     words = [*words_of(tmp_path, "qwen2_moe"), "tune.method=full", "model.dtype=bf16"]

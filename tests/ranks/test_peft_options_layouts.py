@@ -21,13 +21,14 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("option", "names"),
     [
         pytest.param("modules", SAMPLE, id="modules, a sample"),
-        pytest.param("modules", OTHERS, id="modules, the others", marks=pytest.mark.full),
+        pytest.param("modules", OTHERS, id="modules, the others"),
         *(
-            pytest.param(option, tuple(LAYOUTS), id=option, marks=pytest.mark.full)
+            pytest.param(option, tuple(LAYOUTS), id=option)
             for option in OPTIONS
             if option != "modules"
         ),

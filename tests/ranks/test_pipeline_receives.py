@@ -112,7 +112,7 @@ def unsent(ranks):
 
 
 @pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_a_receive_is_posted_when_its_data_are_due_and_never_waits_beside_a_pass(size, mode):
     program = START + f"MICRO = {MICRO}\n" + PROGRAM + END
     done = mpirun(size, ["-c", program], timeout=240, env={MODE: mode, LIMIT: "60"})

@@ -108,6 +108,7 @@ def test_rows_whose_answers_have_no_mismatched_ones_are_learned_in_shards(tmp_pa
     assert worst_gap(losses(tmp_path / "shard"), losses(tmp_path / "alone")) < 1e-5
 
 
+@pytest.mark.full
 def test_a_run_of_preferences_resumes_on_other_ranks(alone):
     folder, data, references = alone
     words = settings(folder, "resumed", data, "dpo", "tune.method=lora")

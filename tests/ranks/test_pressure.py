@@ -22,11 +22,9 @@ from tests.support.training import SMALL, events, losses, many_runs, outcome, ro
 MIB = 1 << 20
 LAYOUTS = [
     (2, ("shard=2",)),
-    pytest.param(2, ("pipeline=2",), marks=pytest.mark.full),
-    pytest.param(1, ("single",), marks=pytest.mark.full),
-    pytest.param(
-        2, ("replicate=2", "tensor=2", "zero_stage=2", "zero_stage=3"), marks=pytest.mark.full
-    ),
+    (2, ("pipeline=2",)),
+    (1, ("single",)),
+    (2, ("replicate=2", "tensor=2", "zero_stage=2", "zero_stage=3")),
 ]
 # Two rows per step and rank at the least; each rung has a step to show what it gives.
 PRESSED = ["CALM", *["HIGH"] * 14, "CALM"]
@@ -34,6 +32,7 @@ SETTINGS = [*SMALL, "train.max_steps=20", "batch.micro_size=4", "tune.method=lor
 SETTINGS.append("tune.dropout=0.1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n", "layouts"), LAYOUTS)
 def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n, layouts):
     common = [*SETTINGS, "checkpoint.every_steps=5"]

@@ -57,15 +57,10 @@ def told(text):
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("n", "ranks"),
-    [
-        (4, [2, 0]),
-        *(
-            pytest.param(n, ranks, marks=pytest.mark.full)
-            for n, ranks in ((1, [0]), (2, [1, 0]), (4, [0, 1, 2, 3]), (4, [0]), (3, [2, 0, 1]))
-        ),
-    ],
+    [(4, [2, 0]), (1, [0]), (2, [1, 0]), (4, [0, 1, 2, 3]), (4, [0]), (3, [2, 0, 1])],
 )
 def test_some_ranks_in_any_order_are_a_world_of_their_own(n, ranks):
     done = mpirun(n, ["-c", PROGRAM], env=environment(ranks))

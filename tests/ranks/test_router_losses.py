@@ -66,6 +66,7 @@ def compare(tmp_path, n, layouts, families, learns):
     return alone
 
 
+@pytest.mark.full
 def test_layouts_and_micro_batches_change_neither_losses_nor_counts(tmp_path):
     alone = compare(tmp_path, 2, LAYOUTS, ["qwen3_moe"], LEARNS)
     folder, _ = next(iter(alone.values()))

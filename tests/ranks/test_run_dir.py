@@ -58,6 +58,7 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path):
     assert not (tmp_path / "run" / "live.json").exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_reads_from_what_never_answers_ends_the_run_within_its_timeout(tmp_path):
     """The others wait for it where one rank may prepare data for hours."""
     os.mkfifo(tmp_path / "template.jinja")

@@ -21,6 +21,7 @@ SETTINGS = [*SMALL, "data.path=builtin:pydocs:heldout", "checkpoint.required=tru
 METHODS = {"lora": ["tune.method=lora"], "zero": ["tune.method=full", "parallel.zero_stage=2"]}
 
 
+@pytest.mark.full
 def test_a_save_is_finished_before_a_loss_that_is_no_number_ends_the_run(tmp_path):
     words = ["checkpoint.every_steps=1", "optim.lr=1e30", "optim.schedule=constant"]
     words += ["optim.warmup_steps=0", "tune.method=lora"]

@@ -54,6 +54,7 @@ def test_a_signal_in_a_phase_ends_the_job_in_time(tmp_path, phase, number):
     assert leave(tmp_path, phase, number) < LEAVES_WITHIN_S
 
 
+@pytest.mark.full
 def test_signals_while_a_run_ends_change_nothing_about_how_it_ended(tmp_path):
     with Job(tmp_path, 1, "train.max_steps=2", "tune.method=lora", "run.report=true") as job:
         job.wait_for_text("adapter exported")

@@ -274,6 +274,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_line_that_names_its_trac
     assert "Traceback" in file.read_text()
 
 
+@pytest.mark.full
 def test_the_same_command_goes_on_whatever_it_began_from(tmp_path):
     """checkpoint.resume says where the first start begins, not each of them."""
     point = tmp_path / "first" / "checkpoints" / "step-00000002"

@@ -17,11 +17,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.full)],
-    ids=["a sample", "the others"],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layouts", [SAMPLE, OTHERS], ids=["a sample", "the others"])
 def test_layouts_and_micro_batches_change_no_weighted_loss(tmp_path, layouts):
     data = weighted_rows(tmp_path / "rows.jsonl", 60)
     words = [*SMALL, f"data.path={data}", f"data.eval_path={data}", "data.seq_len=256"]

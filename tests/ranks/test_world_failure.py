@@ -126,6 +126,7 @@ def test_a_foreseen_error_ends_the_job_with_its_message_and_exit_code():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_wait_that_is_too_long_says_who_waited_for_what():
     done = mpirun(2, ["-c", PROGRAM], timeout=HANG_S, env={"CAUSE": "sleep", "VICTIM": "1"})
     assert done.returncode != 0

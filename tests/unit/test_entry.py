@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read_is_one_line(monkeypatch, capfd):
     assert capfd.readouterr().err == "hpc_tune: runs/a/metrics.jsonl: Permission denied\n"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.full)])
 def test_what_stdout_cannot_show_is_printed_by_its_number(tmp_path, encoding):
     words = ["init", "--model", "builtin:tiny", "--data", "Köln→日.jsonl", "--machine", "cpu"]
     words += ["--method", "lora", "--out", f"{tmp_path}/mine.yaml"]

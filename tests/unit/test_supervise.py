@@ -319,7 +319,7 @@ def test_ranks_that_their_launcher_ended_start_again(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("code", [75, 138])
+@pytest.mark.parametrize("code", [75, pytest.param(138, marks=pytest.mark.full)])
 def test_ranks_that_a_signal_ends_while_they_import_have_not_crashed(tmp_path, code):
     job = Job(tmp_path, *[{"code": code, "step": 0}] * 3, says("done", "all steps done", 0, 9))
     assert job.end() == 0, job.stderr
@@ -400,6 +400,7 @@ def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
     assert "its ranks have exited" in job.stderr
 
 
+@pytest.mark.full
 def test_a_run_that_has_told_nothing_yet_is_not_taken_for_one_that_lingers(tmp_path):
     memory = says("stopped", "host memory of n1", 75, 4)
     job = Job(tmp_path, memory, says("done", "all steps done", 0, 9, works_s=3))

@@ -96,7 +96,7 @@ def compare(module, batches):
 @pytest.mark.parametrize(
     ("family", "recompute"),
     [
-        ("llama", "none"),
+        pytest.param("llama", "none", marks=pytest.mark.full),
         ("mistral", "selective"),
         pytest.param("llama", "selective", marks=pytest.mark.full),
         pytest.param("mistral", "none", marks=pytest.mark.full),
@@ -115,7 +115,10 @@ def test_batches_of_any_lengths_share_one_graph_that_has_the_kernel(family, reco
     assert CALLS[SHAPE["num_hidden_layers"] * times]["starts"] == starts[1]
 
 
-@pytest.mark.parametrize(("recompute", "shares_inputs"), [("selective", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("recompute", "shares_inputs"),
+    [pytest.param("selective", False, marks=pytest.mark.full), ("none", True)],
+)
 def test_adapters_train_in_the_same_graph(recompute, shares_inputs):
     batches = [batch_of(lengths) for lengths in BATCHES[:2]]
     model = model_of("llama", recompute, adapters=True, shares_inputs=shares_inputs)

@@ -100,6 +100,7 @@ print(code, sum(due) > 0, any(found), len(found) >= sum(due))
 """
 
 
+@pytest.mark.full
 def test_a_run_collects_between_steps_alone(tmp_path):
     settings = ["data.seq_len=128", "data.eval_path=null", "batch.global_size=4"]
     settings += ["batch.micro_size=1", "train.max_steps=12", "run.report=false"]

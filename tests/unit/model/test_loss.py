@@ -91,7 +91,9 @@ def test_value_and_gradient_are_those_worked_out_by_hand(
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_compiled_loss_is_that_of_the_operations_one_by_one(frozen, dtype):
     compiled = LossModel(nn.Linear(1, 1), config())

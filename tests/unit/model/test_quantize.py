@@ -79,7 +79,12 @@ def test_every_packed_byte_and_every_product_is_that_of_stock_bitsandbytes(base,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [(24, 64), (128, 352), (512, 96), (6, 16), (5, 80), (4, 40), (7, 30), (9, 17), (1, 144)],
+    [
+        *[(24, 64), (128, 352), (512, 96), (6, 16), (5, 80), (4, 40), (7, 30)],
+        # bitsandbytes compiles what it does with an odd width.
+        pytest.param(9, 17, marks=pytest.mark.full),
+        (1, 144),
+    ],
 )
 def test_products_are_those_of_the_documented_values_whatever_the_width(
     tmp_path, rows, width, dtype

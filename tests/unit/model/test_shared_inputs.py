@@ -198,7 +198,7 @@ def test_recomputed_blocks_have_the_same_bits(family, recompute):
     assert all(map(torch.equal, step(model_of(family, recompute=recompute)), wanted))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.full)])
 def test_a_compiler_makes_one_cast_of_each_input_by_itself(recompute, monkeypatch):
     theirs, down = torch.compile, []
 

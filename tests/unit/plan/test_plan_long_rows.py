@@ -54,6 +54,7 @@ def test_pieces_take_less_of_a_device(plans):
     assert "MLPs" not in "\n".join(report.plan_to_lines(whole, []))
 
 
+@pytest.mark.full
 def test_a_model_without_mlps_that_can_be_cut_has_no_pieces(tmp_path):
     """Mixtral's are routed experts."""
     experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "head_dim": 64}
@@ -100,6 +101,7 @@ def test_a_node_holds_as_many_inputs_as_its_memory_has_room_for(host, tokens):
     assert limit_tokens_by_host(10_000, [steady], machine, 0, 500) == (10_000, "")
 
 
+@pytest.mark.full
 def test_what_helps_long_rows_is_advised_where_all_else_is_recomputed(model):
     small = planned(model, "parallel.row_pieces=1", gpu=int(1.7 * GIB))
     settings = [remedy.changes for remedy in small.remedies]

@@ -112,6 +112,7 @@ def test_a_quick_trace_gives_the_peak_of_the_full_one(words):
     assert quick["num_layers"] == full["num_layers"] == 80
 
 
+@pytest.mark.full
 def test_gradients_of_shards_come_with_the_first_step():
     words = ("tune.method=full", "parallel.replicate=1", "parallel.shard=8", "data.seq_len=64")
     report = trace("llama3_8b", 8, *words, "parallel.reshard=block", "--quick")
@@ -263,7 +264,10 @@ for masked in (False, True):
 """
 
 
-@pytest.mark.parametrize("more", [{}, {"model_type": "mistral", "sliding_window": 512}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"model_type": "mistral", "sliding_window": 512}, marks=pytest.mark.full)],
+)
 def test_a_step_without_masks_grows_with_the_tokens_and_not_with_their_square(tmp_path, more):
     small_llama(tmp_path, **more)
     done = run_python("-c", LINEAR, str(tmp_path))
@@ -487,7 +491,7 @@ def test_experts_that_are_spread_take_what_sharded_ones_do_and_are_never_gathere
     assert spread["peak_bytes"] < halves["peak_bytes"] < sharded["peak_bytes"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_mixture_whose_weights_are_all_trained_is_traced(tmp_path, dtype):
     """torch has no fake grouped product of weights in 32 bits."""
     model = write_mixture("qwen3_moe", tmp_path / "base")

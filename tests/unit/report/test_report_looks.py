@@ -89,6 +89,7 @@ def texts_of(figure):
             yield text.get_text(), text.get_window_extent(canvas.get_renderer())
 
 
+@pytest.mark.full
 def test_no_text_of_a_figure_is_cut_off_or_lies_on_another(make):
     num = 0
     for kind, runs in many_kinds(make).items():

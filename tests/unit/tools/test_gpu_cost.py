@@ -48,6 +48,7 @@ def counted(*events, compiled=False, alive=()):
     return cost(Steps([*events], set(alive), 0, 1), CARD, 1, compiled)
 
 
+@pytest.mark.full
 @skip_without_fake_cuda
 def test_products_cost_what_the_shape_says(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))

@@ -127,6 +127,7 @@ def test_it_can_be_run_again_and_brings_what_is_asked_for(tmp_path: Path, wheels
     assert {"deepspeed", "mpi4py"} <= packages_of(tmp_path / "own")
 
 
+@pytest.mark.full
 def test_folders_of_pythonpath_come_behind(tmp_path: Path, wheels: Path) -> None:
     python = site(tmp_path / "site", known_to_pip=True)
     module = tmp_path / "module"
@@ -151,6 +152,7 @@ def test_folders_of_pythonpath_come_behind(tmp_path: Path, wheels: Path) -> None
     assert second == str(module / "of_the_module.py")
 
 
+@pytest.mark.full
 def test_refusals_say_what_to_do(tmp_path: Path, wheels: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run(

@@ -51,15 +51,22 @@ def config_of(kind, **said):
     ("kind", "said"),
     [
         ("llama", {}),
-        ("gemma2", {}),
+        pytest.param("gemma2", {}, marks=pytest.mark.full),
         ("opt", {}),
-        ("gpt_neox", {}),
+        pytest.param("gpt_neox", {}, marks=pytest.mark.full),
         pytest.param(
-            *("bloom", {}), marks=since("5.21", "does not tell Bloom where documents begin")
+            *("bloom", {}),
+            marks=[since("5.21", "does not tell Bloom where documents begin"), pytest.mark.full],
         ),
         # Scales of the embeddings and the logits: in a pipeline they must come once.
-        ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
-        ("hyperclovax", {"embedding_multiplier": 10.0, "logits_scaling": 0.125}),
+        pytest.param(
+            "granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "hyperclovax",
+            {"embedding_multiplier": 10.0, "logits_scaling": 0.125},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
@@ -72,7 +79,7 @@ def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
     ("kind", "said"),
     [
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-        ("qwen3_5_text", {}),
+        pytest.param("qwen3_5_text", {}, marks=pytest.mark.full),
     ],
 )
 def test_a_model_that_mixes_the_documents_of_a_row_is_found(kind, said):
@@ -81,7 +88,7 @@ def test_a_model_that_mixes_the_documents_of_a_row_is_found(kind, said):
     assert "in one row" in found.packing or "the one before it" in found.packing
 
 
-@pytest.mark.parametrize("kind", ["bert", "bart", "cpmant"])
+@pytest.mark.parametrize("kind", ["bert", "bart", pytest.param("cpmant", marks=pytest.mark.full)])
 def test_a_model_whose_loss_is_not_that_of_transformers_is_found(kind):
     assert "in transformers" in check_architecture(config_of(kind)).loss
 
@@ -130,10 +137,10 @@ def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("cohere2_moe", {}),
-        ("glm4v_moe", {}),
+        pytest.param("cohere2_moe", {}, marks=pytest.mark.full),
+        pytest.param("glm4v_moe", {}, marks=pytest.mark.full),
         ("mistral4", {}),
-        ("step3p7", {"text_config": {"sliding_window": 512}}),
+        pytest.param("step3p7", {"text_config": {"sliding_window": 512}}, marks=pytest.mark.full),
         pytest.param("glm5_next", {}, marks=pytest.mark.full),
         pytest.param("unlimited_ocr", {}, marks=pytest.mark.full),
         pytest.param("muse_spark", {}, marks=pytest.mark.full),
@@ -149,7 +156,9 @@ def test_mixtures_of_wide_layers_or_in_several_parts_are_made_small_and_tried(ki
     ("kind", "said", "why"),
     [
         ("ernie4_5_vl_moe", {}, "by ErnieFuseAndSplitTextVisionExperts, which is not supported"),
-        ("inkling2", {}, "by Interleave, which is not supported here"),
+        pytest.param(
+            "inkling2", {}, "by Interleave, which is not supported here", marks=pytest.mark.full
+        ),
         ("diffusion_gemma", {}, "is a text diffusion model"),
         ("qwen3_omni_moe", {}, "has parts for other things than text or images"),
         ("openai_privacy_filter", {}, "is not a causal LM"),
@@ -172,7 +181,7 @@ def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said", "name"),
     [
-        ("apertus", {}, "layers.0.mlp.act_fn.alpha_p"),
+        pytest.param("apertus", {}, "layers.0.mlp.act_fn.alpha_p", marks=pytest.mark.full),
         ("glm4_moe", {"head_dim": 128, "use_qk_norm": True}, "layers.0.self_attn.q_norm.weight"),
         pytest.param(
             "qwen3_vl_moe", {}, "layers.0.self_attn.q_norm.weight", marks=pytest.mark.full
@@ -302,7 +311,7 @@ def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores,
     assert choices.smallest_gap == nearest
 
 
-@pytest.mark.parametrize("kind", ["lfm2_moe", "jamba"])
+@pytest.mark.parametrize("kind", ["lfm2_moe", pytest.param("jamba", marks=pytest.mark.full)])
 def test_mixtures_with_layers_that_have_a_state_are_trained_row_by_row(kind):
     fields = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
     found = check_architecture(config_of(kind, **fields if kind == "lfm2_moe" else {}))
@@ -310,7 +319,7 @@ def test_mixtures_with_layers_that_have_a_state_are_trained_row_by_row(kind):
     assert "three documents in one row" in found.packing
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "qwen3_vl"])
+@pytest.mark.parametrize("kind", [pytest.param("gemma4", marks=pytest.mark.full), "qwen3_vl"])
 def test_a_language_model_is_tried_as_a_part_of_the_whole(kind):
     assert check_architecture(config_of(kind)) == ArchitectureCheck()
 
@@ -393,7 +402,12 @@ def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        (stock_reference, "_save_model", OSError("No space left on device")),
+        pytest.param(
+            stock_reference,
+            "_save_model",
+            OSError("No space left on device"),
+            marks=pytest.mark.full,
+        ),
         (architecture_check, "load_weights", DataError("model.safetensors: Input/output error")),
     ],
 )
@@ -434,6 +448,7 @@ def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
         assert kinds is None or set(getattr(small, name)) == set(kinds)
 
 
+@pytest.mark.full
 def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits():
     pytest.importorskip("bitsandbytes")
     assert (
@@ -446,8 +461,10 @@ def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits(
     ("kind", "targets", "said"),
     [
         ("jamba", "all-linear", "model.layers.*.mamba.dt_proj"),
-        ("jamba", ["in_proj", "dt_proj"], "model.layers.*.mamba.dt_proj"),
-        ("jamba", ["in_proj", "x_proj"], ""),
+        pytest.param(
+            "jamba", ["in_proj", "dt_proj"], "model.layers.*.mamba.dt_proj", marks=pytest.mark.full
+        ),
+        pytest.param("jamba", ["in_proj", "x_proj"], "", marks=pytest.mark.full),
         ("llama", "all-linear", ""),
     ],
 )
@@ -469,7 +486,9 @@ def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
         assert "with packed weights the loss is" in check_architecture(config, tune).adapters
 
 
-@pytest.mark.parametrize("tune", [QLORA, TuneConfig(base_dtype="fp8")])
+@pytest.mark.parametrize(
+    "tune", [QLORA, pytest.param(TuneConfig(base_dtype="fp8"), marks=pytest.mark.full)]
+)
 def test_layers_with_a_state_use_all_adapters_over_a_packed_base(tune):
     pytest.importorskip("bitsandbytes")
     found = check_architecture(config_of("jamba"), tune)

@@ -63,8 +63,10 @@ def graphs(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16]
+)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_graph(
     graphs, dtype, recompute
 ):

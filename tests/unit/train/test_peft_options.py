@@ -82,7 +82,10 @@ def require_equal_exports(config, run_dir, model_dir, folder):
 
 @pytest.mark.parametrize(
     ("method", "modules"),
-    [("lora", ["embed_tokens", "lm_head"]), ("dora", ["lm_head", "norm", "input_layernorm"])],
+    [
+        ("lora", ["embed_tokens", "lm_head"]),
+        pytest.param("dora", ["lm_head", "norm", "input_layernorm"], marks=pytest.mark.full),
+    ],
 )
 def test_modules_to_save_are_trained_and_exported_as_by_peft(method, modules, model_dir, tmp_path):
     words = f"tune.method={method}", f"tune.modules_to_save={json.dumps(modules)}"
@@ -148,7 +151,7 @@ def test_in_bf16_they_are_kept_in_fp32_and_computed_in_bf16(model_dir):
     assert math.isfinite(own.float().sum())
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_rows_of_added_tokens_are_trained_and_exported_as_by_peft(is_tied, model_dir, tmp_path):
     base = write_tiny_model(tmp_path / "tiny") or tmp_path / "tiny" if is_tied else model_dir
     words = ["tune.trainable_tokens=['<|end|>', 40, 99]"]
@@ -202,7 +205,9 @@ PATTERNS = (
 )
 
 
-@pytest.mark.parametrize("more", [["tune.rslora=true"], ["tune.method=dora"]])
+@pytest.mark.parametrize(
+    "more", [["tune.rslora=true"], pytest.param(["tune.method=dora"], marks=pytest.mark.full)]
+)
 def test_ranks_and_alphas_by_pattern_are_trained_and_exported_as_by_peft(more, model_dir, tmp_path):
     config = settings(tmp_path / "run", model_dir, *PATTERNS, *more)
     assert run(config, StopAfter(None)) == 0

@@ -13,7 +13,6 @@ from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, losses, rows
 
 MATRIX = ["sft", "dpo", "ipo", "simpo", "orpo", "kto"]
-SAMPLE = ("kto",)
 
 
 def rows_of(objective):
@@ -34,9 +33,8 @@ def as_for_a_gpu(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "objective", [pytest.param(o, marks=() if o in SAMPLE else pytest.mark.full) for o in MATRIX]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("objective", MATRIX)
 def test_pinned_batches_of_every_objective_have_the_losses_of_others(
     tmp_path, monkeypatch, objective
 ):

@@ -41,7 +41,7 @@ def gradients_of(run_dir, level, *overrides):
     return found
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.full)])
 def test_split_micro_batches_and_recompute_leave_the_gradient_as_it_is(tmp_path, method):
     settings = (f"tune.method={method}",)
     settings += ("tune.dropout=0.1",) if method == "lora" else ()

@@ -25,6 +25,7 @@ from tests.support.training import losses, rows, worst_gap
 
 STEPS, GLOBAL, SEQ_LEN, SEED, WARMUP, RANK, ALPHA = 10, 4, 384, 3, 4, 8, 16
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
+SAMPLE = ("lora", "qlora")
 QUANTIZED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
@@ -34,7 +35,10 @@ def prepared(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.fixture(scope="module", params=list(LR))
+@pytest.fixture(
+    scope="module",
+    params=[x if x in SAMPLE else pytest.param(x, marks=pytest.mark.full) for x in LR],
+)
 def trained(request, tmp_path_factory, prepared):
     """Run hpc_tune in this process; return (method, its config, its run directory)."""
     if request.param == "qlora":

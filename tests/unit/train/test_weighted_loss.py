@@ -42,7 +42,7 @@ def settings(run_dir, data, *more):
     )
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.full)])
 def test_losses_and_gradient_norms_are_those_of_stock_parts(method, tmp_path, monkeypatch):
     data = weighted_rows(tmp_path / "rows.jsonl")
     words = (f"tune.method={method}", "optim.lr=1e-3", "batch.micro_size=2")

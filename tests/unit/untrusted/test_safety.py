@@ -199,7 +199,13 @@ def test_yaml_whose_aliases_stand_for_more_than_a_machine_holds_is_refused(text)
     assert len(load_yaml(bomb(3))["a3"]) == 10
 
 
-@pytest.mark.parametrize("text", ["[" * 9999, "{a: " * 9999, "- " * 9999, "a: [" * 40 + "]" * 40])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[" * 9999, marks=pytest.mark.full),
+        *("{a: " * 9999, "- " * 9999, "a: [" * 40 + "]" * 40),
+    ],
+)
 def test_yaml_that_is_nested_too_deeply_is_refused(text):
     with pytest.raises(ValueError, match="nested in more than|expected|not allowed"):
         load_yaml(text)
