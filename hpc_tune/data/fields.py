@@ -223,19 +223,25 @@ def _read_list(record: dict[str, Any], field: str) -> list[Any]:
 
 
 def _read_tool(tool: Any) -> Any:
+    read = _parse_schema(tool, "a tool")
+    [function] = _unwrap_functions([read])
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    if isinstance(parameters, str) and parameters:
+        parameters = _parse_schema(parameters, "a tool's parameters")
+        function["parameters"] = parameters = {} if parameters is None else parameters
+    if not is_unset(parameters) and not isinstance(parameters, dict):
+        raise WrongRecord(
+            f"a tool's parameters is {json_type_name(parameters)}, expected an object"
+        )
+    return read
+
+
+def _parse_schema(value: Any, where: str) -> Any:
+    """Return a tool or its parameters, which may be JSON text, without keys that are null."""
     try:
-        read = _drop_null_keys(parse_json_text(tool, "a tool", {}))
+        return _drop_null_keys(parse_json_text(value, where, {}))
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
-    [function] = _unwrap_functions([read])
-    if isinstance(function, dict) and not is_unset(function.get("parameters")):
-        parameters = parse_json_text(function["parameters"], "a tool's parameters", {})
-        if not isinstance(parameters, dict):
-            raise WrongRecord(
-                f"a tool's parameters is {json_type_name(parameters)}, expected an object"
-            )
-        function["parameters"] = parameters
-    return read
 
 
 def _unwrap_functions(entries: list[Any]) -> list[Any]:

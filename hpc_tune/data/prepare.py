@@ -54,7 +54,7 @@ from hpc_tune.world.comm import RunAndAgree, run_on_single_rank
 STALE_PARTS_S = 24 * 3600
 _FACTS_FILE = "facts.json"
 # Versions of what is learned of a row: if they change, data is prepared again.
-_ENCODING_VERSION, _LABELS_ENCODING_VERSION = 9, 10
+_ENCODING_VERSION, _LABELS_ENCODING_VERSION = 10, 11
 ReportProgress = Callable[[int, int], None]
 T = TypeVar("T")
 

@@ -51,7 +51,7 @@ PLAIN_COUNTERS = (
     " other_answers own_controls split tokens truncated unclear_answers unended_answers"
     " unended_texts"
 )
-PLAIN_KEY = "605da729db9db38e"
+PLAIN_KEY = "12cd4acc98a35b83"
 PAIRS = [
     {"prompt": f"question {n}", "chosen": "good " * (n % 7 + 1), "rejected": "bad" * (n % 5 + 1)}
     for n in range(60)

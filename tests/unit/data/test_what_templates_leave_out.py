@@ -263,6 +263,22 @@ def test_the_parameters_of_a_tool_may_be_text_as_in_a_column_of_one_type(paramet
     assert found["function"]["arguments"] == {"a": None}
 
 
+def test_the_parameters_of_a_tool_lose_their_null_keys_as_text_too():
+    parameters = {"properties": {"a": {"type": "number", "enum": None}, "b": None}}
+    read = [
+        read_tools({"tools": [{"name": "f", "parameters": given}]})
+        for given in (parameters, json.dumps(parameters))
+    ]
+    without_nulls = {"properties": {"a": {"type": "number"}}}
+    assert read == 2 * [[{"name": "f", "parameters": without_nulls}]]
+
+
+@pytest.mark.parametrize("parameters", [" ", "null", "{}"])
+def test_a_tool_without_parameters_may_say_so_in_text(parameters):
+    tools = read_tools({"tools": [{"name": "f", "parameters": parameters}]})
+    assert tools == [{"name": "f", "parameters": {}}]
+
+
 @pytest.mark.parametrize("parameters", ["[1]", "no JSON", [1], 7])
 def test_parameters_of_a_tool_that_are_no_object_are_refused(parameters):
     with pytest.raises(WrongRecord, match="a tool's parameters is"):
