@@ -109,13 +109,9 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
         return None
     found = find_snapshot(folder, revision or _MAIN)
     if found is None:
-        other_paths = ", ".join(
-            f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5]
-        )
+        names = ", ".join(f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5])
         what = f"revision {revision}" if revision else "refs/main"
-        raise ValueError(
-            f"{folder} has no {what}; name one that it has: {other_paths or 'it has none'}"
-        )
+        raise ValueError(f"{folder} has no {what}; name one that it has: {names or 'it has none'}")
     return found
 
 

@@ -143,7 +143,7 @@ class SpecialTokenEscapes:
         self._all_but_reasoning = longest_match_pattern(others)
         own = {text for text in others if text != ESCAPE and text not in turn_tokens}
         self._all_but_own = longest_match_pattern([text for text in others if text not in own])
-        self._own_tokens = longest_match_pattern(sorted(own))
+        self._own_pattern = longest_match_pattern(sorted(own))
         last = chr(_FIRST + len(self._typed_tokens) - 1)
         self._escape_pattern = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
@@ -162,7 +162,7 @@ class SpecialTokenEscapes:
 
     def _hide_special_tokens_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
         text = message.get("content")
-        self._counters.own_controls += len(self._own_tokens.findall(text)) if text else 0
+        self._counters.own_controls += len(self._own_pattern.findall(text)) if text else 0
         return {
             key: self.hide_special_tokens(
                 value, self._all_but_own if key == "content" else self._all_but_reasoning
