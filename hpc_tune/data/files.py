@@ -434,7 +434,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
             )
         # Only file names are used: nothing outside the folder is read.
         files = tuple(path / Path(entry["filename"]).name for entry in content["_data_files"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if why := explain_pointer_file(path / index):
             raise DataError(why) from None
         raise DataError(

@@ -504,7 +504,7 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
         if found.version != version:
             raise ValueError(f"version {version} of a file of version {found.version}")
         return found
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN_ADVICE}"
         ) from error

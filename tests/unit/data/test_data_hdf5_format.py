@@ -154,6 +154,7 @@ def _replace(name, make):
         (lambda f: f.attrs.__setitem__("version", 99), "version 99"),
         (lambda f: f.attrs.__delitem__("seq_len"), "lacks a usable attribute: KeyError.*seq_len"),
         (lambda f: f.attrs.__setitem__("counters", "{"), "lacks a usable attribute"),
+        (lambda f: f.attrs.__setitem__("counters", "[" * 60_000), "lacks a usable attribute"),
         (lambda f: f.__delitem__("loss_mask"), "no dataset loss_mask"),
         (lambda f: f.__delitem__("documents"), "no dataset documents/offsets"),
         (

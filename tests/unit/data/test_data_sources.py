@@ -419,7 +419,7 @@ def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, s
         list_chunks(str(tmp_path))
 
 
-@pytest.mark.parametrize("splits", ["{", "[]", '{"splits": []}'])
+@pytest.mark.parametrize("splits", ["{", "[]", '{"splits": []}', "[" * 100_000])
 def test_an_unreadable_list_of_splits_is_named_even_if_there_is_a_state_beside_it(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(splits)
     (tmp_path / "state.json").write_text('{"_data_files": []}')
