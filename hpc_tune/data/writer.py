@@ -75,13 +75,17 @@ def verify_content(store: TokenStore) -> None:
     with ThreadPoolExecutor(len(columns)) as pool:
         hashes = [*pool.map(_hash_column, columns)]
     content, expected = combine_hashes(hashes, store.labels is not None), store.attributes.content
-    if content != expected or not _are_lengths_consistent(store):
-        what = "documents" if content != expected else "order of the documents by length"
-        raise DataError(
-            f"{store.path}: its {what} are not as `prepare` wrote them (hash {content[:12]}, "
-            f"expected {expected[:12]}): the file has been damaged or changed. Copy it again, or"
-            f" {PREPARE_AGAIN_ADVICE}"
-        )
+    if content != expected:
+        hashes_differ = f"hash {content[:12]}, expected {expected[:12]}"
+        problem = f"documents are not as `prepare` wrote them ({hashes_differ})"
+    elif not _are_lengths_consistent(store):
+        problem = "order of the documents by length is not as `prepare` wrote it"
+    else:
+        return
+    raise DataError(
+        f"{store.path}: its {problem}: the file has been damaged or changed. Copy it again, or"
+        f" {PREPARE_AGAIN_ADVICE}"
+    )
 
 
 def verify_content_once(store: TokenStore, record_file: Path, is_new: bool = False) -> None:
