@@ -545,6 +545,10 @@ def test_experts_are_spread_over_a_divisor_of_the_shards(write, shard):
 def test_settings_without_an_effect_are_refused(write):
     assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
     assert "tune.rslora has no effect" in problem(write("tune: {method: full, rslora: true}\n"))
+    for targets in ("[]", "[q_proj]", "[all-linear, experts]"):
+        assert "tune.targets has no effect with tune.method=full; leave it out" in problem(
+            write(f"tune: {{method: full, targets: {targets}}}\n")
+        )
     assert "optim.lora_b_ratio=16 has no effect" in problem(
         write("tune: {method: full}\noptim: {lora_b_ratio: 16}\n")
     )
