@@ -397,6 +397,8 @@ def _check_tune(tune: TuneConfig) -> Iterator[str]:
             "frozen base; leave it out"
         )
     if tune.method != "full":
+        if not tune.targets:
+            yield "tune.targets=[] names no layer; name some, or leave it out for all linear layers"
         return
     for name in (
         *("dropout", "modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
