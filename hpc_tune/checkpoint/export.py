@@ -171,7 +171,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:
         config.lora_dropout = 0.0  # else peft refuses parameters; a loaded adapter has no dropout
-    elif tune.targets == "all-linear" or within:
+    elif "all-linear" in tune.targets or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
     if within:  # use full paths: other parts of such a model may have layers of the same name
         kinds = config.target_modules

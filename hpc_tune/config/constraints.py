@@ -397,12 +397,14 @@ def _check_tune(tune: TuneConfig) -> Iterator[str]:
             "frozen base; leave it out"
         )
     if tune.method != "full":
+        if not tune.targets:
+            yield "tune.targets=[] names no layer; name some, or leave it out for all linear layers"
         return
     for name in (
         *("dropout", "modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
-        *("expert_rank", "rslora"),
+        *("expert_rank", "rslora", "targets"),
     ):
-        if getattr(tune, name):
+        if getattr(tune, name) != TuneConfig.model_fields[name].default:
             yield f"tune.{name} has no effect with tune.method=full; leave it out"
     if tune.init_from:
         yield (

@@ -22,20 +22,27 @@ _OBJECTIVES_OF_COEFFICIENT = {
 
 
 def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
-    """Check that each key is a regular expression and each value is positive."""
+    """Check that each key is a regular expression, alone and after a path; values are positive."""
     for key, value in patterns.items():
         if not value > 0:
             raise ValueError(f"{key} has the value {value}, expected more than 0")
         try:
             re.compile(key)
+            re.compile(_match_path_end(key))  # (?i) may not follow other text, (?i:...) may
         except re.error as error:
-            raise ValueError(f"{key} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"{key} is not a regular expression for the end of a path: {error}"
+            ) from None
     return patterns
 
 
 def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
     """Return the patterns that match a layer's whole path or its end after a dot, as in peft."""
-    return [key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)]
+    return [key for key in patterns if re.match(_match_path_end(key), layer)]
+
+
+def _match_path_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 class TuneConfig(Section):

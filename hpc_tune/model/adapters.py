@@ -147,17 +147,19 @@ def _adapter_dtype(tune: TuneConfig) -> torch.dtype:
 def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     """Resolve ``tune.targets`` in a model that has no adapters yet.
 
-    In a mixture of experts, all-linear means all linear layers (attention, shared experts) but the
-    head, routers and ``find_unreplaceable_linears``. Stacks and routers must be named.
+    all-linear means all linear layers (in a mixture of experts: attention, shared experts) but the
+    head, routers and ``find_unreplaceable_linears``. Stacks and routers must be named. peft knows
+    all-linear too, but not in a list.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
     routers, stacks = find_routers(model), [path for path, _ in find_stacked_experts(model)]
     special = list(find_unreplaceable_linears(model))
-    if not stacks and not routers and not special:
-        return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
+    adds_to_all = ALL_LINEAR_TARGET in named and tune.targets != ALL_LINEAR_TARGET
+    if not (stacks or routers or special or adds_to_all):
+        return Targets(tune.targets)
     modules = [name for name in named if name != ALL_LINEAR_TARGET]
     if unstacked := [p for p in _find_unstacked_experts(model) if _ends_with_name(p, modules)]:
         raise ConfigError(
@@ -215,11 +217,11 @@ def _refuse_unreplaceable_linears(tune: TuneConfig, model: nn.Module) -> None:
 
 def _find_linears_except(model: Any, excluded_paths: set[str]) -> list[str]:
     """Return the paths of all linear layers except ``excluded_paths`` and the output head."""
-    head = model.get_output_embeddings()
+    head, kinds = model.get_output_embeddings(), (nn.Linear, _conv1d_class())
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and path not in excluded_paths
+        if isinstance(module, kinds) and module is not head and path not in excluded_paths
     ]
 
 

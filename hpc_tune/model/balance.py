@@ -271,9 +271,10 @@ class RouterWatch:
         if not self._routers:
             return None
         balance, z, *counts = sums
-        rows = (counts[n * self._width :] for n in range(len(self._routers)))
-        pairs = zip(self._routers, rows, strict=True)
-        return RouterSums(balance, z, [row[: router.num_experts] for router, row in pairs])
+        starts = range(0, len(counts), self._width)
+        pairs = zip(self._routers, starts, strict=True)
+        loads = [counts[start : start + router.num_experts] for router, start in pairs]
+        return RouterSums(balance, z, loads)
 
     def _handle_router_output(self, index: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
         is_real_BT = batch_context.batch.is_real_BT

@@ -73,8 +73,8 @@ def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
         is_transposed = getattr(module, "is_transposed", False)
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
-            num_experts = model.get_parameter(name).shape[0]
-            found[layer] = AdaptedTensor(name, num_experts, is_transposed, layout)
+            shape = model.get_parameter(name).shape
+            found[layer] = AdaptedTensor(name, shape[0], is_transposed, layout)
     return found
 
 

@@ -245,21 +245,20 @@ class Preference:
             is_right_P = torch.where(is_chosen_P, above_P > 0, above_P < 0)
             # Each answer counts only in the column of its own side.
             side_P2 = torch.stack([is_chosen_P, ~is_chosen_P], 1).float()
-            answers = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
-            rewards_P2, own_P2 = answers
-            tokens_P2, moved_P2 = pairs.num_loss_tokens_P2[:, :1] * side_P2, log_probs_P2[:, :1]
+            rewards_P2, own_P2 = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
+            tokens_P2 = pairs.num_loss_tokens_P2[:, :1] * side_P2
+            log_probs_P2 = log_probs_P2[:, :1]
             reference_log_probs_P2 = pairs.reference_log_probs_P2[:, :1]
         else:
             is_right_P = rewards_P2[:, 0] > rewards_P2[:, 1]
             side_P2, own_P2 = torch.ones_like(log_probs_P2), log_probs_P2
             tokens_P2 = pairs.num_loss_tokens_P2
-            moved_P2 = log_probs_P2
             reference_log_probs_P2 = pairs.reference_log_probs_P2
         return torch.cat(
             [
                 is_right_P.sum().float().unsqueeze(0),
                 *(t.float().sum(0) for t in (rewards_P2, own_P2, side_P2, tokens_P2)),
-                (moved_P2 - reference_log_probs_P2).abs().sum().unsqueeze(0),
+                (log_probs_P2 - reference_log_probs_P2).abs().sum().unsqueeze(0),
                 reference_log_probs_P2.abs().sum().unsqueeze(0),
             ]
         )

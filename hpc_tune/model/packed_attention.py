@@ -193,7 +193,7 @@ def _attend(
     call = _SharedRowsAttention(module, window, dropout, scaling, options)
     share = batch_context.batch.share
     attend = call.attend_own_queries if share.part.is_head_tail else call.attend_own_heads
-    cast_inputs = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
+    cast_inputs = map(varlen_attention.cast_to_autocast, inputs)  # before they are sent
     return share.attend(attend, *cast_inputs), None
 
 
@@ -245,8 +245,8 @@ class _SharedRowsAttention:
             key, value = parts.take_keys(key_BKTD), parts.take_keys(value_BKTD)
             out = tiled_attention(query, key, value, parts.spans, scale, parts.num_earlier_keys)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
-        places_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
-        positions_S = replace(share.part, rank=rank).shard_to_rank(places_T, 0)
+        positions_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
+        positions_S = replace(share.part, rank=rank).shard_to_rank(positions_T, 0)
         mask_B1ST = batch.whole_row_starts.mask_B1ST(positions_S, window)
         if share.uses_eager:
             return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)

@@ -311,9 +311,8 @@ MAX_VALUES = 64_000_000
 _STANDARD_DEVIATION = 0.03  # of the noise on all initial values, so that none is zero or one
 _MAX_DRAWS = 5  # draws of values, at most; the last ones are used even if tied
 _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
-_TIE_TOLERANCE = (
-    2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
-)
+# Of the largest score: rounding moves these models' fp32 scores by half of that.
+_TIE_TOLERANCE = 2e-6
 
 
 class UncheckableArchitecture(Exception):

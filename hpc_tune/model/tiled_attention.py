@@ -138,9 +138,10 @@ class _DocumentGroup:
 
 @dataclass(frozen=True)
 class _Tiling:
-    """The groups, and the place of each token of the rows in the concatenated groups.
+    """The groups, and where each token of the rows is in the concatenated groups.
 
-    ``key_indices``: the same for keys. None: each row is one document, in order.
+    That is ``token_indices``; ``key_indices``: the same for keys. None: each row is one document,
+    in order.
     """
 
     groups: Sequence[_DocumentGroup]

@@ -248,16 +248,16 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     """
     sharded = [w for w in size.weights if w.shape]
     whole = sum(w.num_bytes for w in sharded)
-    padded_size = 0
+    padded = 0
     for weights in sharded:
         if weights.kind == ROUTED_EXPERTS and layout.expert > 1:
             spread = replace(weights, shape=weights.row_shard_shape(layout.expert))
-            padded_size += spread.padded_size(
+            padded += spread.padded_size(
                 weights.num_bytes, layout.expert_shard, can_shard_any_dim=True
             )
         else:
-            padded_size += weights.padded_size(weights.num_bytes, layout.shard)
-    return num_bytes * padded_size // whole if whole else num_bytes
+            padded += weights.padded_size(weights.num_bytes, layout.shard)
+    return num_bytes * padded // whole if whole else num_bytes
 
 
 def max_activation_bytes(model: Any, tokens: int) -> int:

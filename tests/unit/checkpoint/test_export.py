@@ -165,6 +165,22 @@ def test_the_adapters_config_says_what_it_was_trained_with(bases, tmp_path, targ
     ).decode([104, 105])
 
 
+@pytest.mark.parametrize("more", [[], ["lm_head"]])
+def test_all_linear_in_a_list_means_all_linear_layers_for_the_run_and_for_peft(
+    bases, tmp_path, more
+):
+    tune = TuneConfig(rank=4, alpha=6.0, targets=["all-linear", *more])
+    ours = trained(bases / "llama", tune, tmp_path / "step")
+    layers = {n.split(".")[-4] for n, _ in ours.named_parameters() if "lora_A" in n}
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == {*every, *more}
+    out = export_adapter(tmp_path / "step", tune, bases / "llama", tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == layers
+    wrapped = PeftModel.from_pretrained(stock(bases / "llama"), out).eval()
+    assert close(logits(wrapped), logits(ours))
+
+
 @pytest.mark.parametrize("base", ["tiny", "llama"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shard_bytes", [2 << 30, 10_000])

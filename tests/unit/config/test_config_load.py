@@ -542,9 +542,17 @@ def test_experts_are_spread_over_a_divisor_of_the_shards(write, shard):
         load_config(write(SOME), ["parallel.expert=4", f"parallel.shard={shards}"])
 
 
+def test_adapters_on_no_layer_are_refused(write):
+    assert "tune.targets=[] names no layer; name some" in problem(write("tune: {targets: []}\n"))
+
+
 def test_settings_without_an_effect_are_refused(write):
     assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
     assert "tune.rslora has no effect" in problem(write("tune: {method: full, rslora: true}\n"))
+    for targets in ("[]", "[q_proj]", "[all-linear, experts]"):
+        assert "tune.targets has no effect with tune.method=full; leave it out" in problem(
+            write(f"tune: {{method: full, targets: {targets}}}\n")
+        )
     assert "optim.lora_b_ratio=16 has no effect" in problem(
         write("tune: {method: full}\noptim: {lora_b_ratio: 16}\n")
     )

@@ -246,8 +246,9 @@ def test_a_pattern_of_no_layer_is_refused_by_name(word, said, model_dir):
 
 
 def test_what_is_no_pattern_is_refused(model_dir):
-    with pytest.raises(ConfigError, match=r"\(q is not a regular expression"):
-        settings("unused", model_dir, "tune.rank_pattern={'(q': 2}")
+    for key in ("(q", "(?i)q_proj"):
+        with pytest.raises(ConfigError, match=re.escape(f"{key} is not a regular expression")):
+            settings("unused", model_dir, f"tune.rank_pattern={{'{key}': 2}}")
     with pytest.raises(ConfigError, match="q_proj has the value 0, expected more than 0"):
         settings("unused", model_dir, "tune.rank_pattern={q_proj: 0}")
     with pytest.raises(ConfigError, match="tune.rank_pattern has no effect with tune.method=full"):
