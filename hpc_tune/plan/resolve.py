@@ -327,12 +327,16 @@ class ModelShape:
         inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
         part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
         name, before = _find_num_blocks(text)
+        if not name:  # published files may spell the list of kinds as a string
+            fields = text.to_dict()
+            part |= {n: v for n, v in fields.items() if isinstance(v, list) and len(v) == before}
         for key, value in list(part.items()):
             if key in LAYER_COUNT_FIELDS:  # another name of the same number
                 del part[key]
             elif isinstance(value, list) and len(value) == before:
                 part[key] = [value[n % before] for n in range(num_blocks)]
-        part[name] = num_blocks
+        if name:
+            part[name] = num_blocks
         (directory / "config.json").write_text(json.dumps(written), encoding="utf-8")
         return replace(self, directory=directory)
 
@@ -350,11 +354,14 @@ def _find_num_blocks(config: Any) -> tuple[str, int]:
     """Return the config key of a language model's number of blocks, and that number.
 
     ``num_layers`` counts blocks; ``num_hidden_layers`` may be twice that (LongCat's blocks have two
-    layers), and transformers before 5.18 stores it too.
+    layers), and transformers before 5.18 stores it too. The key is "" if the number is only the
+    length of a list (Nemotron-H's kinds of blocks).
     """
     fields = config.to_dict()
-    names = ("num_layers", *LAYER_COUNT_FIELDS)
-    return next((name, fields[name]) for name in names if isinstance(fields.get(name), int))
+    for name in ("num_layers", *LAYER_COUNT_FIELDS):
+        if isinstance(fields.get(name), int):
+            return name, fields[name]
+    return "", config.num_hidden_layers
 
 
 def planned_dtype(name: str, uses_gpu: bool) -> torch.dtype:
