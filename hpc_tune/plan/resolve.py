@@ -83,17 +83,14 @@ def resolve(
             be laid out like that.
     """
     world_size = world_size or machine.world_size
-    free_bytes = machine.bytes_per_rank
+    bytes_per_rank = machine.bytes_per_rank
     per_node = machine.ranks_per_node if machine.world_size == world_size else 1
-    layout, why = choose_layout(requested_parallel, world_size, size, free_bytes, per_node)
+    layout, why = choose_layout(requested_parallel, world_size, size, bytes_per_rank, per_node)
     check_layout(layout, requested_parallel, model)
-    parallel = (
-        requested_parallel
-        if requested_parallel.zero_stage is not None
-        else with_layout(requested_parallel, layout)
-    )
-    reshard = choose_reshard(requested_parallel, size, layout, free_bytes)
-    parallel = parallel.model_copy(update={"reshard": reshard})
+    reshard = choose_reshard(requested_parallel, size, layout, bytes_per_rank)
+    parallel = requested_parallel.model_copy(update={"reshard": reshard})
+    if parallel.zero_stage is None:
+        parallel = with_layout(parallel, layout)
     return ResolvedLayout(layout, why, layout.coordinates(rank), parallel, machine)
 
 
@@ -130,17 +127,17 @@ def choose_layout(
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline, context=parallel.context)
-    needed, free_bytes = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
-    sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
-    if needed <= free_bytes:
+    needed, allowed = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
+    sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
+    if needed <= allowed:
         return whole, f"each rank can hold its part of the model ({sizes})"
     if rest == 1:
         return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
     by_node = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
     if 1 < by_node < rest and rest % by_node == 0:
         hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
-        if (needed := static_bytes(size, hybrid)) <= free_bytes:
-            sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
+        if (needed := static_bytes(size, hybrid)) <= allowed:
+            sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
     return replace(whole, replicate=1, shard=rest), f"no rank can hold the model ({sizes})"
 
@@ -151,13 +148,16 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
 
 
 def choose_reshard(
-    parallel: ParallelConfig, size: ModelSize, layout: Layout, free_bytes: int
+    parallel: ParallelConfig, size: ModelSize, layout: Layout, bytes_per_rank: int
 ) -> str:
-    """Return parallel.reshard with ``auto`` decided: "step" if ``free_bytes`` fit a whole copy."""
+    """Return parallel.reshard with ``auto`` decided.
+
+    It is "step" if a whole copy fits into ``STATE_SHARE`` of ``bytes_per_rank``.
+    """
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= free_bytes * STATE_SHARE else "block"
+    return "step" if static_bytes(size, whole) <= bytes_per_rank * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
