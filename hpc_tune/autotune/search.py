@@ -157,7 +157,7 @@ MAX_SHOWN_LAYOUTS = 5
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result: ``rows`` are the fastest that fit, ``unfit`` faster ones that do not.
+    """The result. ``rows``: the fastest that fits, then slower ones. ``unfit``: faster ones.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
@@ -381,8 +381,8 @@ class _LayoutSearch:
         if not rows:
             more = predict_more()
             legal = [*legal, *more]
-            rows, more_refused = self._split_by_fit(more)
-            unfit += more_refused
+            rows, more_unfit = self._split_by_fit(more)
+            unfit += more_unfit
         if not rows:
             raise ConfigError(self._explain_no_fit(len(legal)))
         return sorted(rows, key=self._penalized_s), unfit
