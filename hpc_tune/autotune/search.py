@@ -108,7 +108,10 @@ class Measurements:
             links["collectives"] = tuple(CollectiveTime(**c) for c in links["collectives"])
             links["order"] = tuple(links["order"]) if links.get("order") else None
             compute = Compute(**tree["compute"]) if tree.get("compute") else None
-            return cls(tuple(rank["node"] for rank in tree["ranks"]), Links(**links), compute)
+            nodes = tuple(int(rank["node"]) for rank in tree["ranks"])
+            if not nodes or (len(nodes) > 1 and not links["pairs"]):
+                raise ValueError(f"it has {len(nodes)} ranks and {len(links['pairs'])} pairs")
+            return cls(nodes, Links(**links), compute)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"--measured {path}: expected the output of `doctor --json`: {error!r}"
@@ -153,11 +156,12 @@ def compute_from_data_sheet(
 
 
 MAX_SHOWN_LAYOUTS = 5
+_CLUSTER_NAMES = "|".join(CLUSTERS)
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result: ``rows`` are the fastest that fit, ``unfit`` faster ones that do not.
+    """The result. ``rows``: the fastest that fits, then slower ones. ``unfit``: faster ones.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
@@ -196,7 +200,7 @@ def choose_layout_for_command(
         measurements = measurements_from_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
     else:
         raise ConfigError(
-            f"parallel=auto: link speeds are not known: give --hardware {_cluster_names()}, or "
+            f"parallel=auto: link speeds are not known: give --hardware {_CLUSTER_NAMES}, or "
             "--measured FILE with the output of `python -m hpc_tune doctor --json` on those nodes"
         )
     measured_machine = _restrict_machine(machine, measurements.nodes)
@@ -229,7 +233,7 @@ def search_layout(
         compute = compute_from_data_sheet(cluster, size, built.config, seq_len, recomputes)
     if compute is None:
         raise ConfigError(
-            f"how fast ranks compute is not known: name a cluster by --hardware {_cluster_names()}"
+            f"how fast ranks compute is not known: name a cluster by --hardware {_CLUSTER_NAMES}"
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measurements.links, measurements.nodes)
@@ -381,8 +385,8 @@ class _LayoutSearch:
         if not rows:
             more = predict_more()
             legal = [*legal, *more]
-            rows, more_refused = self._split_by_fit(more)
-            unfit += more_refused
+            rows, more_unfit = self._split_by_fit(more)
+            unfit += more_unfit
         if not rows:
             raise ConfigError(self._explain_no_fit(len(legal)))
         return sorted(rows, key=self._penalized_s), unfit
@@ -470,10 +474,6 @@ def _explain_difference(best: Candidate, other: Candidate) -> str:
     waits_s = other.time.comm_s - best.time.comm_s
     what = "waits for messages" if waits_s > more_s / 2 else "computes"
     return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
-
-
-def _cluster_names() -> str:
-    return "|".join(CLUSTERS)
 
 
 # -- parallel.layout=auto in a run: measure, run the plan command, log why, compare afterwards.

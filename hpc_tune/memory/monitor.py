@@ -222,9 +222,8 @@ class MemoryMonitor:
         """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
-        return num_bytes <= free_bytes_below_level(self.used_bytes(), self.limit.num_bytes) // len(
-            self._pids
-        )
+        free = free_bytes_below_level(self.used_bytes(), self.limit.num_bytes)
+        return num_bytes <= free // len(self._pids)
 
     def require_free_bytes(self, num_bytes: int) -> None:
         """Stop the run if ``num_bytes`` more on each rank of this node would leave too little free.

@@ -83,17 +83,14 @@ def resolve(
             be laid out like that.
     """
     world_size = world_size or machine.world_size
-    free_bytes = machine.bytes_per_rank
+    bytes_per_rank = machine.bytes_per_rank
     per_node = machine.ranks_per_node if machine.world_size == world_size else 1
-    layout, why = choose_layout(requested_parallel, world_size, size, free_bytes, per_node)
+    layout, why = choose_layout(requested_parallel, world_size, size, bytes_per_rank, per_node)
     check_layout(layout, requested_parallel, model)
-    parallel = (
-        requested_parallel
-        if requested_parallel.zero_stage is not None
-        else with_layout(requested_parallel, layout)
-    )
-    reshard = choose_reshard(requested_parallel, size, layout, free_bytes)
-    parallel = parallel.model_copy(update={"reshard": reshard})
+    reshard = choose_reshard(requested_parallel, size, layout, bytes_per_rank)
+    parallel = requested_parallel.model_copy(update={"reshard": reshard})
+    if parallel.zero_stage is None:
+        parallel = with_layout(parallel, layout)
     return ResolvedLayout(layout, why, layout.coordinates(rank), parallel, machine)
 
 
@@ -130,17 +127,17 @@ def choose_layout(
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline, context=parallel.context)
-    needed, free_bytes = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
-    sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
-    if needed <= free_bytes:
+    needed, allowed = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
+    sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
+    if needed <= allowed:
         return whole, f"each rank can hold its part of the model ({sizes})"
     if rest == 1:
         return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
     by_node = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
     if 1 < by_node < rest and rest % by_node == 0:
         hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
-        if (needed := static_bytes(size, hybrid)) <= free_bytes:
-            sizes = f"{format_bytes(needed)} of {format_bytes(free_bytes)}"
+        if (needed := static_bytes(size, hybrid)) <= allowed:
+            sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
     return replace(whole, replicate=1, shard=rest), f"no rank can hold the model ({sizes})"
 
@@ -151,13 +148,16 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
 
 
 def choose_reshard(
-    parallel: ParallelConfig, size: ModelSize, layout: Layout, free_bytes: int
+    parallel: ParallelConfig, size: ModelSize, layout: Layout, bytes_per_rank: int
 ) -> str:
-    """Return parallel.reshard with ``auto`` decided: "step" if ``free_bytes`` fit a whole copy."""
+    """Return parallel.reshard with ``auto`` decided.
+
+    It is "step" if a whole copy fits into ``STATE_SHARE`` of ``bytes_per_rank``.
+    """
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= free_bytes * STATE_SHARE else "block"
+    return "step" if static_bytes(size, whole) <= bytes_per_rank * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
@@ -327,12 +327,16 @@ class ModelShape:
         inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
         part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
         name, before = _find_num_blocks(text)
+        if not name:  # published files may spell the list of kinds as a string
+            fields = text.to_dict()
+            part |= {n: v for n, v in fields.items() if isinstance(v, list) and len(v) == before}
         for key, value in list(part.items()):
             if key in LAYER_COUNT_FIELDS:  # another name of the same number
                 del part[key]
             elif isinstance(value, list) and len(value) == before:
                 part[key] = [value[n % before] for n in range(num_blocks)]
-        part[name] = num_blocks
+        if name:
+            part[name] = num_blocks
         (directory / "config.json").write_text(json.dumps(written), encoding="utf-8")
         return replace(self, directory=directory)
 
@@ -350,11 +354,14 @@ def _find_num_blocks(config: Any) -> tuple[str, int]:
     """Return the config key of a language model's number of blocks, and that number.
 
     ``num_layers`` counts blocks; ``num_hidden_layers`` may be twice that (LongCat's blocks have two
-    layers), and transformers before 5.18 stores it too.
+    layers), and transformers before 5.18 stores it too. The key is "" if the number is only the
+    length of a list (Nemotron-H's kinds of blocks).
     """
     fields = config.to_dict()
-    names = ("num_layers", *LAYER_COUNT_FIELDS)
-    return next((name, fields[name]) for name in names if isinstance(fields.get(name), int))
+    for name in ("num_layers", *LAYER_COUNT_FIELDS):
+        if isinstance(fields.get(name), int):
+            return name, fields[name]
+    return "", config.num_hidden_layers
 
 
 def planned_dtype(name: str, uses_gpu: bool) -> torch.dtype:

@@ -178,7 +178,7 @@ def load_async_io(process_name: str) -> None:
         except (RuntimeError, OSError, ImportError) as error:
             raise ConfigError(
                 f"offload to nvme: {library} cannot be built "
-                f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
+                f"({first_line(error)}); DeepSpeed needs a C++ compiler, ninja and the headers "
                 "of libaio (Debian: libaio-dev, Red Hat: libaio-devel); or offload to cpu"
             ) from None
 

@@ -400,7 +400,9 @@ def test_what_cannot_be_chosen_is_said():
 
 def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
     file = tmp_path / "doctor.json"
-    for text in ("", "{}", '{"links": 1, "ranks": []}'):
+    unmeasured = {"links": {"pairs": [], "collectives": []}}
+    texts = [json.dumps({**unmeasured, "ranks": [{"node": 0}] * num}) for num in (0, 2)]
+    for text in ("", "{}", '{"links": 1, "ranks": []}', *texts):
         file.write_text(text)
         with pytest.raises(ConfigError, match="doctor --json"):
             Measurements.read(file)

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from transformers import FalconConfig, LlamaConfig, LongcatFlashConfig
+from transformers import FalconConfig, LlamaConfig, LongcatFlashConfig, NemotronHConfig
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
@@ -127,6 +127,8 @@ def test_a_family_without_a_plan_is_refused():
         ConfigError, match=r"(?s)no plan for splitting a falcon.*no plan for cutting"
     ):
         check_layout(Layout(1, 1, 2, 2), ParallelConfig(), FalconConfig())
+    with pytest.raises(ConfigError, match="no plan for cutting a nemotron_h model into stages"):
+        check_layout(Layout(1, 1, 1, 2), ParallelConfig(), NemotronHConfig())
 
 
 def test_gathered_weights_stay_where_they_fit():

@@ -16,6 +16,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build, resolve_dtype
 from hpc_tune.model.experts import find_stacked_experts
+from hpc_tune.model.language import read_config
 from hpc_tune.plan import memory_model, report
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import MemorySettings, ModelBytes, PhaseMemory, memory_by_phase
@@ -357,6 +358,23 @@ def test_blocks_are_counted_by_the_name_that_a_family_has_for_them(kind, said, n
     (tmp_path / "3").mkdir()
     assert shape.with_blocks(3, tmp_path / "3").num_blocks == 3
     assert json.loads((tmp_path / "3" / "config.json").read_text())[name] == 3
+
+
+@pytest.mark.parametrize("is_string", [False, True])
+def test_blocks_are_counted_by_the_list_of_their_kinds(is_string, tmp_path):
+    """Nemotron-H has no number of blocks; published files spell the list as a string."""
+    said = {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*M"}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    kinds = read_config(tmp_path).layers_block_type
+    if not is_string:
+        said = {"model_type": "nemotron_h", "layers_block_type": kinds}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+    shape = ModelShape(tmp_path, torch.float32, TuneConfig(), seed=0)
+    assert shape.num_blocks == 5
+    for num, expected in ((3, kinds[:3]), (8, kinds + kinds[:3])):
+        (folder := tmp_path / str(num)).mkdir()
+        assert shape.with_blocks(num, folder).num_blocks == num
+        assert read_config(folder).layers_block_type == expected
 
 
 def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
