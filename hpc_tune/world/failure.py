@@ -325,14 +325,14 @@ def _mark_path(comm: Comm) -> Path:
 def _leave_mark(comm: Comm) -> None:
     """Leave an empty file for ranks of this host that fail after this one has exited.
 
-    The next failure removes it; other starts have other names.
+    A later failure on the host removes it; other starts have other names.
     """
-    for old in _MARK_FOLDER.glob(f"{_MARK_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _MAX_MARK_AGE_S:
-                old.unlink()
     with contextlib.suppress(OSError):
         _mark_path(comm).touch()
+        for old in _MARK_FOLDER.glob(f"{_MARK_PREFIX}*"):
+            with contextlib.suppress(OSError):  # another user's
+                if time.time() - old.stat().st_mtime > _MAX_MARK_AGE_S:
+                    old.unlink()
 
 
 def rank_label(comm: Comm | None) -> str:
