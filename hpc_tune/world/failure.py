@@ -40,7 +40,7 @@ from hpc_tune.world.processes import is_alive, list_ancestors
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
 # Seen by all ranks of a host, and in memory, so that access cannot hang.
 _MARK_FOLDER, _MARK_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
-_MAX_MARK_AGE_S = 600.0  # by far the longest time between the ends of two ranks
+_MAX_MARK_AGE_S = 600.0  # far more than passes between the ends of two ranks
 _MAX_REASON_CHARS, _MAX_NAMED_RANKS = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
 _BROKEN_CONNECTION_SIGNS = (
@@ -311,10 +311,9 @@ def watch_launcher(who: str) -> None:
 
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
     """Tell the other ranks that this rank has reported why the world ends."""
-    if comm is None or comm.world.size == 1:
-        return
-    _leave_mark(comm)
-    if comm.watch is not None:
+    if comm is not None and comm.world.size > 1:
+        _leave_mark(comm)
+    if comm is not None and comm.watch is not None:
         comm.watch.announce_exit(exit_code)
 
 
