@@ -312,8 +312,8 @@ class Supervisor:
         if status == _REFUSED_STATUS and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
-        job_is_over = ("SIGUSR1", "time limit", _PREEMPTION)
-        asked = self._stop_signal == signal.SIGUSR1 or reason in job_is_over
+        end_of_job = ("SIGUSR1", "time limit", _PREEMPTION)
+        asked = self._stop_signal == signal.SIGUSR1 or reason in end_of_job
         newest = _newest_step(self._run_dir)
         start = StartRecord(
             *(from_step, newest, status, reason, exit_code, asked, job_id),

@@ -288,7 +288,7 @@ def read_nonce(path: Path) -> str | None:
     """Return the nonce in a lock file; None if it cannot be read."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["nonce"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -371,7 +371,7 @@ def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
     try:
         fields = json.loads((run_dir / START_FILE).read_text(encoding="utf-8"))
         began_s = (run_dir / START_FILE).stat().st_mtime
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return UnfinishedStart(fields, began_s) if isinstance(fields, dict) else None
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -37,6 +38,9 @@ from hpc_tune.world.comm import Comm, Peer, StoreKeys
 from hpc_tune.world.processes import is_alive, list_ancestors
 
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
+# Seen by all ranks of a host, and in memory, so that access cannot hang.
+_MARK_FOLDER, _MARK_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
+_MAX_MARK_AGE_S = 600.0  # far more than passes between the ends of two ranks
 _MAX_REASON_CHARS, _MAX_NAMED_RANKS = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
 _BROKEN_CONNECTION_SIGNS = (
@@ -306,9 +310,28 @@ def watch_launcher(who: str) -> None:
 
 
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
-    """Tell the ranks of other hosts that this rank has reported why the world ends."""
+    """Tell the other ranks that this rank has reported why the world ends."""
+    if comm is not None and comm.world.size > 1:
+        _leave_mark(comm)
     if comm is not None and comm.watch is not None:
         comm.watch.announce_exit(exit_code)
+
+
+def _mark_path(comm: Comm) -> Path:
+    return _MARK_FOLDER / f"{_MARK_PREFIX}{comm.nonce}-{comm.world.node}"
+
+
+def _leave_mark(comm: Comm) -> None:
+    """Leave an empty file for ranks of this host that fail after this one has exited.
+
+    A later failure on the host removes it; other starts have other names.
+    """
+    with contextlib.suppress(OSError):
+        _mark_path(comm).touch()
+        for old in _MARK_FOLDER.glob(f"{_MARK_PREFIX}*"):
+            with contextlib.suppress(OSError):  # another user's
+                if time.time() - old.stat().st_mtime > _MAX_MARK_AGE_S:
+                    old.unlink()
 
 
 def rank_label(comm: Comm | None) -> str:
@@ -361,7 +384,7 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
     if comm.world.size == 1:
         return True
     if store_is_gone:
-        return _is_first_on_host(comm.nonce)
+        return _is_first_on_host(comm)
     answer: list[bool] = []
 
     def ask() -> None:
@@ -371,18 +394,19 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(liveness.STORE_LIMIT_S)
-    return answer[0] if answer else _is_first_on_host(comm.nonce)
+    return answer[0] if answer else _is_first_on_host(comm)
 
 
-def _is_first_on_host(nonce: str) -> bool:
+def _is_first_on_host(comm: Comm) -> bool:
     # A rank on another host may have reported and ended the world; here rank 0 just ended first.
     time.sleep(liveness.OTHER_RANKS_END_LIMIT_S)
-    # An abstract socket name can be taken once per host and vanishes with its owner.
+    # An abstract socket name can be taken once per host and vanishes with its owner, which leaves a
+    # mark before that if it has reported.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0hpc_tune/failed/{nonce}")
+        claim.bind(f"\0hpc_tune/failed/{comm.nonce}")
     except OSError:
         claim.close()
         return False
     claim.detach()
-    return True
+    return not _mark_path(comm).exists()

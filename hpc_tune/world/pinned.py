@@ -107,7 +107,7 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
 def _fill_block(
     block: int, unplaced: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
-    """Return a block with the offsets of the waiting tensors that fit into it."""
+    """Return a block with the offsets of the unplaced tensors that fit into it."""
     offsets: dict[int, int] = {}
     at = 0
     for number in unplaced:

@@ -21,7 +21,7 @@ import os, sys, time
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.failure import find_exit_code, claim_failure_report
+from hpc_tune.world.failure import announce_exit, claim_failure_report, find_exit_code
 from hpc_tune.world.liveness import die
 from hpc_tune.world.stop import StopFlag
 
@@ -51,6 +51,7 @@ except Exception as error:
         sys.stderr.write(text + "\\n")
         if "SAID" in os.environ:
             open(os.environ["SAID"], "a").write(text)
+        announce_exit(s, find_exit_code(error))
     die(s.world.label, find_exit_code(error))
 """
 

@@ -222,7 +222,7 @@ def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> Ar
     file = trial_cache_file(config, tune)
     try:
         return ArchitectureCheck(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         pass
     log.info("comparing a small %s model with transformers' own", config.model_type)
     proof = check_architecture(config, tune)

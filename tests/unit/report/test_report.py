@@ -393,13 +393,20 @@ def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(
         event("left_out", BEGAN_S + 40, node="n2", message=message, began_s=BEGAN_S + 40),
         event("start", BEGAN_S + 60, size=1),
     ]
-    path = make(events=events, outcome=DONE)
+    energy = {"total_j": 3600.0, "joules": {"CPUs": 3600.0}, "has_others": True, "missing": []}
+    path = make(events=[*events, event("energy", BEGAN_S + 70, **energy)], outcome=DONE)
     first, second = list_starts(read_run(path))
     assert (first.ending, first.excluded_nodes, first.seconds) == ("host n2 is gone", ("n2",), 20)
     assert second.ending == "done"
     text = checked(write_report([path]))
     assert message in text
     assert "host n2 is gone; node n2 is left out from then on" in text
+    page = (path / "report.html").read_text()
+    run = json.loads(re.search(r'id="figures">(.*?)</script>', page)[1])["runs"][0]
+    start = run["starts"][0]
+    assert (start["ended"], start["left_out"], start["before_s"]) == ("host n2 is gone", ["n2"], 0)
+    assert run["starts"][1]["waited_s"] == second.wait_s
+    assert (run["energy"]["has_others"], run["energy"]["untold"]) == (True, 1)
     first_screen = text.partition("All starts on one axis")[0]
     assert "2 starts, the newest after: host n2 is gone; left out: node n2" in first_screen
 

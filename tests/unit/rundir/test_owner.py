@@ -128,11 +128,17 @@ def test_what_gives_no_sign_for_long_is_taken_over(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff", *(json.dumps(asdict(FAR) | {k: []}).encode() for k in ("pid", "since_s"))]
+    "content",
+    [
+        b"\xff",
+        b"[" * 10**5,
+        *(json.dumps(asdict(FAR) | {k: []}).encode() for k in ("pid", "since_s")),
+    ],
 )
 def test_a_mark_of_another_kind_names_nobody_and_is_taken_over_too(tmp_path, content):
     (tmp_path / LOCK_FILE).write_bytes(content)
     assert find_owner(tmp_path) is None
+    assert read_nonce(tmp_path / LOCK_FILE) in (None, FAR.nonce)
     assert not has_owner_died(tmp_path)
     own = mark(tmp_path)
     own.acquire()

@@ -42,3 +42,9 @@ def test_the_ending_of_a_start_is_what_its_outcome_tells_if_that_is_whole(tmp_pa
     assert owner.find_start_ending(tmp_path, noted) == (ending or unknown)
     os.utime(tmp_path / "outcome.json", (0, 0))  # of an earlier start
     assert owner.find_start_ending(tmp_path, noted) == unknown
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 10**5])
+def test_a_note_that_is_damaged_notes_no_start(tmp_path, text):
+    (tmp_path / "start.json").write_text(text)
+    assert owner.read_unfinished_start(tmp_path) is None

@@ -22,7 +22,7 @@ from hpc_tune.errors import (
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
 from hpc_tune.train.exit import StartupWatchdog
-from hpc_tune.world import liveness
+from hpc_tune.world import failure, liveness
 from hpc_tune.world.comm import ResumePoint
 from hpc_tune.world.failure import Failure
 from hpc_tune.world.stop import StopFlag
@@ -37,8 +37,14 @@ def left(monkeypatch):
     return errors
 
 
+@pytest.fixture(autouse=True)
+def marks(tmp_path_factory, monkeypatch):
+    """Keep the marks that ranks leave for others of their host in a folder of the test."""
+    monkeypatch.setattr(failure, "_MARK_FOLDER", tmp_path_factory.mktemp("marks"))
+
+
 def comm_of(rank, doing="training step 8", step=7):
-    world = SimpleNamespace(rank=rank, size=4, hostname="n1", label=f"rank {rank} on n1")
+    world = SimpleNamespace(rank=rank, size=4, node=0, hostname="n1", label=f"rank {rank} on n1")
     progress = {"activity": [doing], "resume_point": ResumePoint(step), "watch": None}
     return SimpleNamespace(world=world, is_rank_0=rank == 0, store_rank=0, nonce="1", **progress)
 

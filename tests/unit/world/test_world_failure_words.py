@@ -1,4 +1,8 @@
-"""Which errors of torch show that another rank is gone, and which are a rank's own."""
+"""Which errors of torch show that another rank is gone, and which are a rank's own; who reports."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
@@ -116,3 +120,42 @@ def test_many_that_are_gone_stay_one_line():
     assert "host n1 (ranks 64-127) is gone" in str(gone_error(roster[64:128], roster, "x"))
     said = str(gone_error(roster[:20], roster, "x"))
     assert "rank 7 (pid 7 on host n0), and 12 more are gone" in said
+
+
+# What a rank does that has lost the store: ``sys.argv[1]`` is the folder of marks.
+LATE_RANK = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from hpc_tune.world import failure
+
+failure._MARK_FOLDER = Path(sys.argv[1])
+nonce, node, reports = sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+comm = SimpleNamespace(nonce=nonce, watch=None, world=SimpleNamespace(size=4, node=node))
+print(failure._is_first_on_host(comm))
+if reports:
+    failure.announce_exit(comm, 1)
+"""
+
+
+def is_first(folder, nonce, node, reports):
+    argv = [sys.executable, "-c", LATE_RANK, str(folder), nonce, node, *["reports"] * reports]
+    return subprocess.check_output(argv, text=True, timeout=120).strip() == "True"
+
+
+def test_one_rank_of_a_host_reports_even_if_another_fails_after_it_has_exited(tmp_path):
+    old, fresh = tmp_path / "hpc_tune-reported-old-0", tmp_path / "hpc_tune-reported-fresh-0"
+    other = tmp_path / "other"
+    for file in (old, fresh, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    nonce = f"{os.getpid()}-{tmp_path.name}"
+    assert is_first(tmp_path, nonce, "1", reports=False)  # it dies before it has reported
+    assert is_first(tmp_path, nonce, "1", reports=True)
+    assert not is_first(tmp_path, nonce, "1", reports=True)
+    assert is_first(tmp_path, nonce, "2", reports=False)
+    assert is_first(tmp_path, f"{nonce}-next", "1", reports=False)
+    assert not old.exists()
+    assert fresh.exists()
+    assert other.exists()
