@@ -230,13 +230,14 @@ class MemoryMonitor:
 
         For allocations that grow faster than memory is sampled.
         """
-        if self.mode != "on" or self._stop_run is None:
+        stop_run = self._stop_run
+        if self.mode != "on" or stop_run is None:
             return
         usage_bytes, limit = self.used_bytes(), self.limit.num_bytes
         if usage_bytes + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
             need = self.host_shortage(usage_bytes)
             message = f"{need.words}; {format_bytes(num_bytes)} more on each rank would not fit"
-            self._stop_run(replace(need, words=message))
+            stop_run(replace(need, words=message))
 
     def host_shortage(self, usage_bytes: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
@@ -318,8 +319,9 @@ class MemoryMonitor:
                 mapped_bytes, (limit - reserved_bytes(limit) - usage_bytes) // len(self._pids)
             )
         known_peak = max(self._known_peak, self._expected_peak)
-        if self._stop_run is not None and must_stop_run(self._recent_samples, limit, known_peak):
+        stop_run = self._stop_run  # once: close() may take it away meanwhile
+        if stop_run is not None and must_stop_run(self._recent_samples, limit, known_peak):
             need = self.host_shortage(usage_bytes)
             message = f"{need.words}; the limit would have been reached within a second"
-            self._stop_run(replace(need, words=message))
+            stop_run(replace(need, words=message))
             self._stop_run = None
