@@ -234,3 +234,13 @@ def fast_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def collect_frozen_garbage() -> None:
+    """Collect garbage, also what ``fast_imports`` has frozen, such as the models of a trial.
+
+    It takes about half a second, since all imported objects are scanned.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
