@@ -19,6 +19,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.files import write_file
 from hpc_tune.report.facts import (
     START_TABLE_HEADERS,
+    Start,
     advise_next,
     changed_settings,
     compare_predictions,
@@ -43,7 +44,7 @@ from hpc_tune.report.facts import (
 from hpc_tune.report.figures import curve_points, draw_figures
 from hpc_tune.report.read import Record, Run, find_jobs_energy, find_setting_differences, read_run
 from hpc_tune.rundir import facts
-from hpc_tune.rundir.facts import sum_energy
+from hpc_tune.rundir.facts import RunEnergy, sum_energy
 from hpc_tune.units import format_bytes
 
 # -- The checkpoints of a run on disk, compared with their manifests.
@@ -147,6 +148,12 @@ _CURVES = (
 )
 _DIGITS, _MAX_CURVE_POINTS = 5, 150
 _HELD_OUT_PREFIX = "eval_preferences."
+# Fields whose keys in the JSON, which programs read, are others.
+_JSON_KEYS = {
+    **{"wait_s": "waited_s", "prior_running_s": "before_s"},
+    **{"ending": "ended", "excluded_nodes": "left_out"},
+    **{"has_other_jobs": "has_others", "num_unknown_starts": "untold"},
+}
 
 
 def render_json(runs: Sequence[Run]) -> str:
@@ -170,9 +177,9 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "running_s": round(running_s(run), 3),
         "goodput": round(goodput(run), 4),
-        "energy": asdict(energy) if (energy := sum_energy(run.events)) else None,
+        "energy": _as_json_object(energy) if (energy := sum_energy(run.events)) else None,
         "energy_of_jobs": asdict(run.jobs_energy) if run.jobs_energy else None,
-        "starts": [asdict(start) for start in list_starts(run)],
+        "starts": [_as_json_object(start) for start in list_starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
         "evaluations_by_source": [
             {"step": row["step"], **row["eval_losses"]} for row in run.evals if "eval_losses" in row
@@ -200,6 +207,10 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
         "data": run.start.get("counts"),
         "settings": run.settings,
     }
+
+
+def _as_json_object(value: Start | RunEnergy) -> dict[str, Any]:
+    return {_JSON_KEYS.get(name, name): field for name, field in asdict(value).items()}
 
 
 def _held_out_measures(row: Record) -> dict[str, float]:

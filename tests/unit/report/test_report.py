@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from hpc_tune import cli
+from hpc_tune.report import page as report_page
 from hpc_tune.report import watch as watching
 from hpc_tune.report.facts import (
     compare_predictions,
@@ -27,7 +28,7 @@ from hpc_tune.report.figures import FIGURES, draw_figures
 from hpc_tune.report.page import source_rows, verify_checkpoints, write_report
 from hpc_tune.report.read import LineReader, find_setting_differences, read_run
 from hpc_tune.rundir import outcome, owner
-from hpc_tune.rundir.facts import STRAGGLER_ADVICE
+from hpc_tune.rundir.facts import STRAGGLER_ADVICE, RunEnergy
 from hpc_tune.rundir.owner import make_owner
 
 BEGAN_S = 1_700_000_000.0
@@ -275,6 +276,13 @@ def test_all_figures_are_there_as_json_too(make):
     assert found["evaluations"] == [[10, 2.0]]
     assert found["data"] == COUNTS
     assert found["memory_by_phase"] == PHASES
+    assert found["starts"][0].keys() == {
+        *("number", "begin_s", "seconds", "waited_s", "before_s", "ranks", "layout"),
+        *("first_step", "last_step", "ended", "left_out"),
+    }
+    assert report_page._as_json_object(RunEnergy(None)).keys() == {
+        *("joules", "parts", "tokens", "missing", "has_others", "starts", "untold", "step")
+    }
 
 
 def test_each_start_has_its_place_on_the_axis_of_time(make):
