@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+import sys
 import weakref
 from pathlib import Path
 
@@ -337,10 +338,11 @@ def test_models_of_a_trial_in_reference_cycles_are_freed_after_it(monkeypatch, t
     made = []
 
     def check_in_a_circle(*_):
-        with fast_imports():  # which freezes what is alive at its end
+        with fast_imports():  # which freezes what is alive after an import
             model = torch.nn.Identity()
             model.itself = [model]
             made.append(weakref.ref(model))
+            monkeypatch.setitem(sys.modules, "a_module", gc)
         return ArchitectureCheck()
 
     monkeypatch.setattr(architecture_check, "check_architecture", check_in_a_circle)
