@@ -28,6 +28,7 @@ from matrix_ranks import LENGTHS, LR, RANKS, ROWS_PER_LAUNCH, SEED, STEPS, docum
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
+from hpc_tune.memory.host import trim_heap
 from hpc_tune.model.adapters import keep_peft_target_names, resolve_targets
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import disable_dropout
@@ -38,6 +39,7 @@ from hpc_tune.model.layers import find_blocks, find_unreplaceable_linears
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.stock_reference import UncheckableArchitecture, write_small_model
+from hpc_tune.packages import collect_frozen_garbage
 from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
@@ -292,6 +294,8 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
                 wanted[key] = str(error)
             except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
                 wanted[key] = f"stock fails: {type(error).__name__}: {str(error)[:120]}"
+            collect_frozen_garbage()  # of two models, in reference cycles
+            trim_heap()
     tried = [row for row in rows if not isinstance(wanted[row["name"], row["method"]], str)]
     for ranks in sorted(set(RANKS.values())):
         mine = [row for row in tried if RANKS[row["layout"]] == ranks]

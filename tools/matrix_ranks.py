@@ -115,7 +115,7 @@ def main() -> None:
     results = Path(sys.argv[2])
     first = int(sys.argv[3])
     comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
-    # lazy_imports would freeze a row's engine, which would then never be freed.
+    # fast_imports would freeze a row's engine, which would then never be freed.
     freeze, gc.freeze = gc.freeze, lambda: None
     for row in rows[first : first + ROWS_PER_LAUNCH]:
         told: dict[str, Any] = {}

@@ -148,11 +148,14 @@ _CURVES = (
 )
 _DIGITS, _MAX_CURVE_POINTS = 5, 150
 _HELD_OUT_PREFIX = "eval_preferences."
-# Names of fields that programs know by another name.
-_JSON_NAMES = {
-    **{"has_other_jobs": "has_others", "num_unknown_starts": "untold"},
-    **{"wait_s": "waited_s", "prior_running_s": "before_s"},
-    **{"ending": "ended", "excluded_nodes": "left_out"},
+# Fields whose keys in the JSON, which programs read, are others.
+_JSON_KEYS = {
+    "wait_s": "waited_s",
+    "prior_running_s": "before_s",
+    "ending": "ended",
+    "excluded_nodes": "left_out",
+    "has_other_jobs": "has_others",
+    "num_unknown_starts": "untold",
 }
 
 
@@ -209,8 +212,8 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
     }
 
 
-def _as_json_object(value: RunEnergy | Start) -> dict[str, Any]:
-    return {_JSON_NAMES.get(name, name): field for name, field in asdict(value).items()}
+def _as_json_object(value: Start | RunEnergy) -> dict[str, Any]:
+    return {_JSON_KEYS.get(name, name): field for name, field in asdict(value).items()}
 
 
 def _held_out_measures(row: Record) -> dict[str, float]:

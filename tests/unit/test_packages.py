@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 
 import pytest
 
@@ -16,9 +17,24 @@ def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards(monkeypa
         with pytest.raises(ImportError):
             import a_library_that_nobody_has  # noqa: F401
         assert sys.modules["json"] is loaded, "what is imported already is not hidden"
+        monkeypatch.setitem(sys.modules, "a_module", loaded)
     assert gc.isenabled()
     assert gc.get_freeze_count() > kept
     assert "a_library_that_nobody_has" not in sys.modules
+
+
+def test_what_is_garbage_later_is_collected_if_nothing_was_imported():
+    class Node:
+        """An object that is garbage in a circle."""
+
+    node = Node()
+    node.me = node
+    with packages.fast_imports():
+        pass
+    left = weakref.ref(node)
+    del node
+    gc.collect()
+    assert left() is None
 
 
 def test_an_import_that_fails_leaves_nothing_hidden(monkeypatch):

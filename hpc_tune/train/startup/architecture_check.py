@@ -55,7 +55,7 @@ from hpc_tune.model.stock_reference import (
     software_versions,
 )
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
-from hpc_tune.packages import fast_imports
+from hpc_tune.packages import collect_frozen_garbage, fast_imports
 from hpc_tune.step.layout import Layout, staging_problems
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
@@ -226,6 +226,7 @@ def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> Ar
         pass
     log.info("comparing a small %s model with transformers' own", config.model_type)
     proof = check_architecture(config, tune)
+    collect_frozen_garbage()  # small models in reference cycles: up to hundreds of MB
     if any(isinstance(said, _ErrorText) for said in vars(proof).values()):
         return proof  # not cached: the next start may succeed
     try:

@@ -42,7 +42,7 @@ from hpc_tune.model.layers import find_blocks, use_faster_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock_reference import UncheckableArchitecture, write_small_model
 from hpc_tune.model.weights import is_lora_b
-from hpc_tune.packages import fast_imports
+from hpc_tune.packages import collect_frozen_garbage, fast_imports
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import trial_cache_file
 
@@ -105,6 +105,7 @@ def check_compiled_blocks_cached(
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
     finally:
+        collect_frozen_garbage()
         empty_caches()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

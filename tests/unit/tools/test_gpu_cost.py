@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from gpu_cards import CARDS, MIN_KERNEL_US  # noqa: E402
-from gpu_cost import cost  # noqa: E402
+from gpu_cost import KINDS, cost  # noqa: E402
+from gpu_cost_page import _GROUPS  # noqa: E402
 from gpu_kernels import Kernel, Steps  # noqa: E402
 
 CARD = CARDS["h100"]
@@ -117,3 +118,11 @@ def test_the_gpu_waits_for_the_host_where_kernels_are_short():
     found = counted(*short, kernel("base products", [], []))
     assert found.us == {"base products": MIN_KERNEL_US, "norms": pytest.approx(10 * MIN_KERNEL_US)}
     assert found.host_us == pytest.approx(11 * CARD.launch_us - 10 * MIN_KERNEL_US)
+
+
+def test_every_kind_that_was_counted_is_in_a_column_of_the_page():
+    columns = {kind for kinds in _GROUPS.values() for kind in kinds}
+    assert columns == {*KINDS}
+    for file in (ROOT / "benchmarks/gpu").glob("cost-*.json"):
+        for case in json.loads(file.read_text()).values():
+            assert case["us"].keys() <= columns

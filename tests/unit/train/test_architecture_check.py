@@ -1,10 +1,13 @@
 """Architectures tried before a run: what transformers itself says is what counts."""
 
 import dataclasses
+import gc
 import importlib.metadata
 import json
 import re
 import shutil
+import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from hpc_tune.model.stock_reference import (
     shrink_config,
     write_small_model,
 )
+from hpc_tune.packages import fast_imports
 from hpc_tune.train.startup import architecture_check
 from hpc_tune.train.startup.architecture_check import (
     ArchitectureCheck,
@@ -327,6 +331,25 @@ def test_a_language_model_is_tried_as_a_part_of_the_whole(kind):
 def test_a_language_model_that_reads_another_way_within_the_whole_is_found():
     """PaliGemma looks at its prompt in both directions."""
     assert "in transformers" in check_architecture(config_of("paligemma")).loss
+
+
+def test_models_of_a_trial_in_reference_cycles_are_freed_after_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
+
+    def check_in_a_circle(*_):
+        with fast_imports():  # which freezes what is alive after an import
+            model = torch.nn.Identity()
+            model.itself = [model]
+            made.append(weakref.ref(model))
+            monkeypatch.setitem(sys.modules, "a_module", gc)
+        return ArchitectureCheck()
+
+    monkeypatch.setattr(architecture_check, "check_architecture", check_in_a_circle)
+    check_architecture_cached(config_of("llama"))
+    gc.collect()
+    (model,) = made
+    assert model() is None
 
 
 def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, monkeypatch):
