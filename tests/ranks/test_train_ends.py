@@ -97,9 +97,13 @@ class Job:
         """Return the ranks' processes in the order they were started."""
         return [pid for _, pid in self._started_ranks()]
 
+    def pids_of(self, rank):
+        """Return the process that mpirun started for a rank, and the rank's own."""
+        return next(pids for pids in self._started_ranks() if rank_of(pids[0]) == rank)
+
     def pid_of(self, rank):
         """Return the process of a rank."""
-        return next(pid for first, pid in self._started_ranks() if rank_of(first) == rank)
+        return self.pids_of(rank)[1]
 
     def wait_for_end(self, limit_s):
         """Return the exit code of mpirun; one that does not end tells how far it came."""
@@ -158,7 +162,7 @@ def test_the_time_limit_ends_a_run_with_a_checkpoint_before_it_passes(tmp_path):
 def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victim, limit_s, cold):
     with Job(tmp_path, 4, cold=cold) as job:
         job.wait_for_step(2)
-        pid = job.pid_of(victim)
+        launched, pid = job.pids_of(victim)
         os.kill(pid, signal.SIGKILL)
         code, took_s = job.wait(HANG_S)
     assert code not in (0, 75)
@@ -170,7 +174,7 @@ def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victi
     lines = [line for line in lines if line.startswith("error")]
     if not lines:
         # Open MPI kills the others within a second, on a busy machine before one has spoken.
-        assert re.search(rf"process rank {victim} with PID {pid}\b", job.stderr), job.stderr
+        assert re.search(rf"process rank {victim} with PID {launched}\b", job.stderr), job.stderr
         assert "Traceback" not in job.stderr, job.stderr
         return
     assert len(lines) == 1, job.stderr
