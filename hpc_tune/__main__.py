@@ -41,15 +41,15 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses t
             return _report_broken_stdout(error)
         from hpc_tune.packages import explain_import_failure
 
-        why = explain_import_failure(error)
-        if why is not None:
-            sys.stderr.write("hpc_tune: %s\n" % why)
+        reason = explain_import_failure(error)
+        if reason is not None:
+            sys.stderr.write("hpc_tune: %s\n" % reason)
             return EXIT_USER_ERROR
         if isinstance(error, OSError) and error.filename is not None:
             from hpc_tune.errors import find_remedy
 
-            words = "%s%s" % (error.strerror, find_remedy(error))
-            sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, words))
+            message = "%s%s" % (error.strerror, find_remedy(error))
+            sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, message))
             return EXIT_USER_ERROR if isinstance(error, PermissionError) else EXIT_FAILED
         raise
     return code

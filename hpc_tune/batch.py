@@ -39,14 +39,21 @@ class PreferencePairs:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
-        own = () if self.num_own_loss_tokens_P2 is None else (self.num_own_loss_tokens_P2,)
-        return self.num_loss_tokens_P2, self.reference_log_probs_P2, self.is_desirable_P, *own
+        own_counts = () if self.num_own_loss_tokens_P2 is None else (self.num_own_loss_tokens_P2,)
+        return (
+            self.num_loss_tokens_P2,
+            self.reference_log_probs_P2,
+            self.is_desirable_P,
+            *own_counts,
+        )
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return a copy with ``change`` applied to each tensor."""
-        num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, *own = map(change, self.tensors)
+        num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, *own_counts = map(
+            change, self.tensors
+        )
         return PreferencePairs(
-            num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, self.kl, *own
+            num_loss_tokens_P2, reference_log_probs_P2, is_desirable_P, self.kl, *own_counts
         )
 
 
@@ -131,7 +138,9 @@ class Batch:
         """The lengths of all rows' documents, without padding."""
         padding = self.padding or [0] * len(self.document_lengths)
         rows = zip(self.document_lengths, padding, strict=True)
-        return [length for row, padded in rows for length in (row[:-1] if padded else row)]
+        return [
+            length for row, num_padding in rows for length in (row[:-1] if num_padding else row)
+        ]
 
     def to(self, device: torch.device) -> "Batch":
         """Return this batch on ``device``, as int64; copies to a GPU are asynchronous."""
@@ -146,9 +155,9 @@ class Batch:
     def _map_tensors(
         self,
         change_tokens: Callable[[torch.Tensor], torch.Tensor],
-        other: Callable[[torch.Tensor], torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
-        """Return a copy: ``change_tokens`` applied to tensors of shape BT, ``other`` to the rest.
+        """Return a copy: ``change_tokens`` applied to tensors of shape BT, ``change`` to the rest.
 
         A mismatched batch has its own ``pairs``: the same with other numbers of tokens.
         """
@@ -158,9 +167,9 @@ class Batch:
             tokens_BT=tokens_BT,
             labels_BT=labels_BT,
             positions_BT=positions_BT,
-            pairs=self.pairs and self.pairs.map_tensors(other),
-            mismatched=self.mismatched and self.mismatched._map_tensors(change_tokens, other),
-            weights_N=None if self.weights_N is None else other(self.weights_N),
+            pairs=self.pairs and self.pairs.map_tensors(change),
+            mismatched=self.mismatched and self.mismatched._map_tensors(change_tokens, change),
+            weights_N=None if self.weights_N is None else change(self.weights_N),
         )
 
 
@@ -194,6 +203,10 @@ def padding_batch(first_row: int, form: DataForm = "answers") -> Batch:
     batch = Batch(*tensors, 0, 0, first_row, document_lengths=((1,),), padding=(1,))
     if form == "answers":
         return batch
-    none = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool)
-    batch = replace(batch, pairs=PreferencePairs(*none))
+    no_pairs = (
+        torch.zeros(0, 2, dtype=torch.int64),
+        torch.zeros(0, 2),
+        torch.zeros(0, dtype=torch.bool),
+    )
+    batch = replace(batch, pairs=PreferencePairs(*no_pairs))
     return replace(batch, mismatched=batch) if form == "labels" else batch

@@ -67,8 +67,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-") or not takes_settings]
     if unknown:
         hint = "; settings are written key=value, as train.seed=7" if takes_settings else ""
-        near = _suggest_name(unknown[0], dict(COMMANDS[options.command][1]))
-        raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
+        suggestion = _suggest_name(unknown[0], dict(COMMANDS[options.command][1]))
+        raise ConfigError(f"unknown argument {unknown[0]}{suggestion or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
         data = _data_settings(options) if "data" in options else []
@@ -84,18 +84,16 @@ def _data_settings(options: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: if nothing names the data, or two arguments do.
     """
-    named = options.data
-    if named is not None and named.partition("=")[0] in setting_names():
-        options.settings, named = [named, *options.settings], None
+    data = options.data
+    if data is not None and data.partition("=")[0] in setting_names():
+        options.settings, data = [data, *options.settings], None
     names = ("data.path=", "data.sources=")
     in_settings = [word for word in options.settings if word.startswith(names)]
-    if named is not None and in_settings:
-        raise ConfigError(
-            f"{named} and {in_settings[-1]} both name the data; leave one of them out"
-        )
-    if named is None and not in_settings and not options.files:
+    if data is not None and in_settings:
+        raise ConfigError(f"{data} and {in_settings[-1]} both name the data; leave one of them out")
+    if data is None and not in_settings and not options.files:
         raise ConfigError("nothing names the data: give DATA, or a --config FILE that does")
-    return [] if named is None else [f"data.path={named}"]
+    return [] if data is None else [f"data.path={data}"]
 
 
 def _runs_on_this_rank(command: str) -> bool:
@@ -162,18 +160,18 @@ def _build_parser() -> _Parser:
 
 
 def _suggest_name(word: str, known_names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known_names), n=1)
-    if near and word.startswith("-") and not near[0].startswith("-"):
-        return f"; {near[0].upper()} is given without a name"
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(word, list(known_names), n=1)
+    if matches and word.startswith("-") and not matches[0].startswith("-"):
+        return f"; {matches[0].upper()} is given without a name"
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _settings_text() -> str:
     lines = ["settings (in FILE as part: {key: value}, here as part.key=value):"]
     for name, kind, default, prose in describe_fields():
-        shown = str(default).lower() if isinstance(default, bool) else default
-        shown = "unset" if default is None else shown
-        lines.append(f"  {name} = {shown}  ({kind})")
+        default_text = str(default).lower() if isinstance(default, bool) else default
+        default_text = "unset" if default is None else default_text
+        lines.append(f"  {name} = {default_text}  ({kind})")
         lines += textwrap.wrap(prose, 92, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
@@ -184,6 +182,6 @@ def _print_error(error: HpcTuneError) -> int:
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _WAIT_FOR_RANK_0_S)
     if not (rank and had_world):
-        who = f"rank {rank}: " if rank else ""
-        print_line(mask_secrets(f"hpc_tune: {who}{error}"))
+        prefix = f"rank {rank}: " if rank else ""
+        print_line(mask_secrets(f"hpc_tune: {prefix}{error}"))
     return error.exit_code

@@ -76,9 +76,9 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
         is_template = name == "data.chat_template"
         words = [*NAMED_TEMPLATES] if is_template else words
         values += [_completion_case(f'*" {name}="', words, files=is_template)] if words else []
-    for command, (_, declared) in commands.items():
+    for command, (_, argument_specs) in commands.items():
         words, takes_files = ["--help"], False
-        for name, kwargs in declared:
+        for name, kwargs in argument_specs:
             choices = kwargs.get("choices", ())
             if name == "settings":
                 words.append("$settings")
@@ -153,8 +153,8 @@ def _make_argument_type(kind: Callable[[str], Any], minimum: float) -> Callable[
             value = kind(text)
         except ValueError as error:
             number = "a whole number" if kind is int else "a number" if kind is float else None
-            wrong = f"found {text}, expected {number}" if number else str(error)
-            raise ArgumentTypeError(wrong) from None
+            message = f"found {text}, expected {number}" if number else str(error)
+            raise ArgumentTypeError(message) from None
         if isinstance(value, int | float) and not value >= minimum:
             raise ArgumentTypeError(f"found {text}, expected at least {minimum:g}")
         return value
@@ -216,12 +216,12 @@ def init(options: Namespace) -> int:
     from hpc_tune.memory.host import find_host_limit
     from hpc_tune.plan.report import plan_sizes
 
-    given = collect_answers(
+    answers = collect_answers(
         {name: getattr(options, name) for name in QUESTIONS}, interactive_input()
     )
     host_bytes, out = find_host_limit().num_bytes, Path(options.out)
     section: Literal["slurm", "pbs"] = "pbs" if find_schedulers() == ["pbs"] else "slurm"
-    print("\n".join(write_config(out, given, host_bytes, plan_sizes, section)))
+    print("\n".join(write_config(out, answers, host_bytes, plan_sizes, section)))
     return EXIT_DONE
 
 
@@ -287,15 +287,15 @@ def submit(options: Namespace) -> int:
             "no %s setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour",
             job.section,
         )
-    named = find_variables(options.files, options.settings)
-    variables = submission.job_variables(named, os.environ)
+    config_variables = find_variables(options.files, options.settings)
+    variables = submission.job_variables(config_variables, os.environ)
     text = submission.render_script(job, _config_arguments(options), Path.cwd(), variables)
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    number = submission.submit_job(text, job, Path.cwd(), os.environ)
-    shows = submission.status_command(job, number)
-    print(f"submitted job {number}, run directory {config.run.dir}; {shows} shows its state")
+    job_id = submission.submit_job(text, job, Path.cwd(), os.environ)
+    status_words = submission.status_command(job, job_id)
+    print(f"submitted job {job_id}, run directory {config.run.dir}; {status_words} shows its state")
     return EXIT_DONE
 
 
@@ -389,45 +389,45 @@ def plan(options: Namespace) -> int:
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
     uses_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
-    machine, assumed = requested_machine(config.job, *named_machine, uses_cpus)
-    if assumed:
-        log.info("assumed, since it is not specified: %s", ", ".join(assumed))
+    machine, assumptions = requested_machine(config.job, *named_machine, uses_cpus)
+    if assumptions:
+        log.info("assumed, since it is not specified: %s", ", ".join(assumptions))
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
-        named = options.measured, options.hardware
-        choice, machine, config = search.choose_layout_for_command(config, machine, *named)
+        speed_sources = options.measured, options.hardware
+        choice, machine, config = search.choose_layout_for_command(config, machine, *speed_sources)
         if options.json:
             print(search.choice_to_json(choice))
             return EXIT_DONE
         print("\n".join([*search.choice_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    how = machine, options.save, options.masked
+    plan_arguments = machine, options.save, options.masked
 
     def fits_with(changes: Mapping[str, Any]) -> bool:
-        changed = config.with_changes(changes)
+        changed_config = config.with_changes(changes)
         try:
             return (
-                set(check_config(changed)) <= set(check_config(config))
-                and make_plan(changed, *how).fits
+                set(check_config(changed_config)) <= set(check_config(config))
+                and make_plan(changed_config, *plan_arguments).fits
             )
         except ConfigError:
             return False
 
-    planned = make_plan(config, *how)
-    advice = planned.advice
-    if not planned.fits:
-        advice = describe_sufficient_remedies(planned.remedies, fits_with)
+    memory_plan = make_plan(config, *plan_arguments)
+    advice = memory_plan.advice
+    if not memory_plan.fits:
+        advice = describe_sufficient_remedies(memory_plan.remedies, fits_with)
     if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     if config.tune.form != "pairs":
-        for too_long in explain_too_long_rows(config.model, config.data.seq_len):
-            log.warning("%s", too_long)
-    lines = plan_to_lines(planned, advice)
+        for warning in explain_too_long_rows(config.model, config.data.seq_len):
+            log.warning("%s", warning)
+    lines = plan_to_lines(memory_plan, advice)
     lines += describe_planned_sources(config.data, config.train, config.batch.global_size)
-    print(plan_to_json(planned, advice) if options.json else "\n".join(lines))
-    return EXIT_DONE if planned.fits else EXIT_FAILED
+    print(plan_to_json(memory_plan, advice) if options.json else "\n".join(lines))
+    return EXIT_DONE if memory_plan.fits else EXIT_FAILED
 
 
 @command(
@@ -450,16 +450,16 @@ def export(options: Namespace) -> int:
     from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
-    where = require_base(run, "--base"), options.out or run.run_dir / "export" / options.to
+    folders = require_base(run, "--base"), options.out or run.run_dir / "export" / options.to
     if options.to == "adapter" and options.dtype:
         raise ConfigError("--dtype is for --to merged and gguf; an adapter keeps its dtype")
 
     def export_it(checkpoint: Path) -> Path:
-        what = (checkpoint, run.config.tune, *where, run.template)
+        arguments = (checkpoint, run.config.tune, *folders, run.template)
         if options.to == "adapter":
-            return export_adapter(*what)
-        to_one = export_merged if options.to == "merged" else export_gguf
-        return to_one(*what, DTYPES.get(options.dtype))
+            return export_adapter(*arguments)
+        export_model = export_merged if options.to == "merged" else export_gguf
+        return export_model(*arguments, DTYPES.get(options.dtype))
 
     print(retry_with_newest_checkpoint(run, options.run, export_it))
     return EXIT_DONE

@@ -101,9 +101,9 @@ class DiskError(HpcTuneError):
             return cls(f"{error.filename or activity}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
-        where = f"{error.filename} cannot be written" if error.filename else activity
+        problem = f"{error.filename} cannot be written" if error.filename else activity
         advice = find_remedy(error) or ". Make room, or choose a run.dir on another file system"
-        return cls(f"{where}: {error.strerror}{advice}")
+        return cls(f"{problem}: {error.strerror}{advice}")
 
 
 class MemoryBudgetError(HpcTuneError):
@@ -161,8 +161,8 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
     errors that do not name it. Libraries in Rust give the error number only in their message.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(told[1])
+    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
     if number in FILE_LIMIT_ERRNOS:
@@ -172,11 +172,11 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         )
     if number == errno.EDQUOT:
         return ". The quota there is used up: make room, or choose another file system"
-    named = getattr(error, "filename", None) or path
+    failed_path = getattr(error, "filename", None) or path
     if (
         is_permission_error(number)
-        and named is not None
-        and (words := describe_missing_permission(Path(named)))
+        and failed_path is not None
+        and (words := describe_missing_permission(Path(failed_path)))
     ):
         return f": {words}"
     return ""

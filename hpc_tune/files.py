@@ -36,12 +36,12 @@ def describe_missing_permission(path: Path, of: Path | None = None) -> str:
             break
     else:
         return ""
-    wanted = "r" if stat.S_ISREG(status.st_mode) else "rx"
-    if _has_access(blocked_path, wanted):
-        wanted = "w"
-        if _has_access(blocked_path, wanted):
+    letters = "r" if stat.S_ISREG(status.st_mode) else "rx"
+    if _has_access(blocked_path, letters):
+        letters = "w"
+        if _has_access(blocked_path, letters):
             return ""
-    return _describe_refusal(blocked_path, status, wanted, of or blocked_path)
+    return _describe_refusal(blocked_path, status, letters, of or blocked_path)
 
 
 def may_write(path: Path) -> bool:
@@ -59,10 +59,10 @@ def _has_access(path: Path, letters: str) -> bool:
     return os.access(path, sum(bits[letter] for letter in letters), effective_ids=True)
 
 
-def _describe_refusal(blocked_path: Path, status: os.stat_result, wanted: str, of: Path) -> str:
+def _describe_refusal(blocked_path: Path, status: os.stat_result, letters: str, root: Path) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
-        return f"its {mode} denies this to its owner: chmod u+{wanted} {blocked_path}"
+        return f"its {mode} denies this to its owner: chmod u+{letters} {blocked_path}"
     owner = _user_name(status.st_uid)
     group = _group_name(status.st_gid)
     me = _user_name(os.geteuid())
@@ -70,7 +70,7 @@ def _describe_refusal(blocked_path: Path, status: os.stat_result, wanted: str, o
     regroup = "" if is_mine else f"chgrp -R to a group that includes {me}, "
     return (
         f"{blocked_path} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For "
-        f"a folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
+        f"a folder that several people use, {owner} runs {regroup}chmod -R g+rwX {root} once, "
         "and umask 002 before each run; or use a folder of your own"
     )
 
@@ -201,21 +201,21 @@ def explain_pointer_file(file: Path) -> str | None:
             return _pointer_message(file, "a link of git-annex", "git annex get or datalad get")
         if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
             return None
-        with file.open("rb") as opened:
-            content = opened.read(_MAX_POINTER_BYTES)
+        with file.open("rb") as stream:
+            content = stream.read(_MAX_POINTER_BYTES)
     except OSError:
         return None
     if _LFS_POINTER.match(content):
         size = _LFS_SIZE.search(content)
-        of = f" of {int(size[1]):,} bytes" if size else ""
-        return _pointer_message(file, f"a pointer of git-lfs to a file{of}", "git lfs pull")
+        size_note = f" of {int(size[1]):,} bytes" if size else ""
+        return _pointer_message(file, f"a pointer of git-lfs to a file{size_note}", "git lfs pull")
     if _ANNEX_PATH.match(content.strip()) and b"\n" not in content.strip():
         return _pointer_message(file, "a pointer of git-annex", "git annex get or datalad get")
     return None
 
 
-def _pointer_message(file: Path, what: str, command: str) -> str:
+def _pointer_message(file: Path, kind: str, command: str) -> str:
     return (
-        f"{file} is {what}, not the file itself: the clone was made without its large files. "
+        f"{file} is {kind}, not the file itself: the clone was made without its large files. "
         f"Fetch them there ({command}), or the whole folder: hf download NAME --local-dir DIR"
     )

@@ -47,9 +47,9 @@ def read_chat(
     if chat is None and prompt is None:
         raise ConfigError("generate needs --prompt TEXT or --chat FILE")
     if chat is not None:
-        if given := [o for o, v in (("--prompt", prompt), ("--system", system)) if v is not None]:
+        if options := [o for o, v in (("--prompt", prompt), ("--system", system)) if v is not None]:
             raise ConfigError(
-                f"--chat and {' and '.join(given)} are given: put all messages into {chat}, or "
+                f"--chat and {' and '.join(options)} are given: put all messages into {chat}, or "
                 "leave --chat out"
             )
         content = _read_json("--chat", chat)
@@ -73,20 +73,20 @@ def read_chat(
 
 def _parse_chat(record: dict[str, Any], source: str) -> Chat:
     try:
-        found = to_example(record)
+        example = to_example(record)
     except (WrongRecord, NoLearnedTextError) as error:
         raise ConfigError(f"{source}: {error}") from None
-    if not isinstance(found, Chat):
+    if not isinstance(example, Chat):
         raise ConfigError(
             f"{source}: expected a list of messages, or an object with messages (or conversations) "
             "and tools, as a row of training data"
         )
-    if found.messages[-1]["role"] == "assistant":
+    if example.messages[-1]["role"] == "assistant":
         raise ConfigError(
             f"{source}: the last message is an answer of the assistant; remove it, so the model "
             "gives one"
         )
-    return found
+    return example
 
 
 def _read_json(option: str, file: Path) -> Any:
@@ -192,13 +192,13 @@ def _build(
         )
     if trained_checkpoint is None:
         return built
-    scaled_for = trained_checkpoint.state.scaled_for or trained_checkpoint.config.data.seq_len
-    return replace(built, seq_len=max(scaled_for, max_seq_len))
+    scaled_len = trained_checkpoint.state.scaled_for or trained_checkpoint.config.data.seq_len
+    return replace(built, seq_len=max(scaled_len, max_seq_len))
 
 
 def _decode_answer(tokenizer: Any, ids: list[int], eos_token_ids: Collection[int]) -> str:
     """Decode an answer up to its end token; other special tokens, as of tool calls, are kept."""
-    stop = next((place for place, token in enumerate(ids) if token in eos_token_ids), len(ids))
+    stop = next((index for index, token in enumerate(ids) if token in eos_token_ids), len(ids))
     text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()
 

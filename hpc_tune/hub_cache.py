@@ -48,11 +48,11 @@ def find_name_and_revision(path: Path) -> tuple[str, str | None] | None:
     The revision is None if ``path`` is not a snapshot. Returns None outside of such folders.
     """
     prefix = PREFIXES["model"]
-    cached = next((part for part in reversed(path.parts) if part.startswith(prefix)), None)
-    if cached is None:
+    cache_name = next((part for part in reversed(path.parts) if part.startswith(prefix)), None)
+    if cache_name is None:
         return None
     revision = path.name if _REVISION.fullmatch(path.name) else None
-    return cached.removeprefix(prefix).replace("--", "/"), revision
+    return cache_name.removeprefix(prefix).replace("--", "/"), revision
 
 
 def _find_repo_cache(folder: Path) -> Path | None:
@@ -72,23 +72,23 @@ def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
 
     None if it is not there, or several have the prefix. "main" without refs/main: the only one.
     """
-    found = list_revisions(folder)
-    named = _read_ref(folder, revision)
-    chosen = [path for path in found if path.name == (named or revision)]
-    reason = f"refs/{revision}" if named else "as named"
-    if not chosen and len(revision) >= _MIN_REVISION_CHARS:
-        chosen = [path for path in found if path.name.startswith(revision)]
-    if not chosen and revision == _MAIN:
-        chosen, reason = found, "the only one"
-    if len(chosen) != 1:
+    revisions = list_revisions(folder)
+    ref_revision = _read_ref(folder, revision)
+    matches = [path for path in revisions if path.name == (ref_revision or revision)]
+    reason = f"refs/{revision}" if ref_revision else "as named"
+    if not matches and len(revision) >= _MIN_REVISION_CHARS:
+        matches = [path for path in revisions if path.name.startswith(revision)]
+    if not matches and revision == _MAIN:
+        matches, reason = revisions, "the only one"
+    if len(matches) != 1:
         return None
-    return Snapshot(chosen[0], reason, tuple(path for path in found if path != chosen[0]))
+    return Snapshot(matches[0], reason, tuple(path for path in revisions if path != matches[0]))
 
 
 def hub_cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder that the hub's own tools use as their cache."""
-    if named := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(named).expanduser()
+    if cache_path := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache_path).expanduser()
     cache_home = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(environment.get("HF_HOME") or cache_home).expanduser() / "hub"
 
@@ -103,16 +103,16 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         return None
-    owner, short, revision = match.groups()
-    folder = hub_cache_root(os.environ) / f"{PREFIXES[kind]}{owner}--{short}"
+    owner, repo, revision = match.groups()
+    folder = hub_cache_root(os.environ) / f"{PREFIXES[kind]}{owner}--{repo}"
     if not is_repo_cache(folder):
         return None
-    found = find_snapshot(folder, revision or _MAIN)
-    if found is None:
-        names = ", ".join(f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5])
-        what = f"revision {revision}" if revision else "refs/main"
-        raise ValueError(f"{folder} has no {what}; name one that it has: {names or 'it has none'}")
-    return found
+    snapshot = find_snapshot(folder, revision or _MAIN)
+    if snapshot is None:
+        names = ", ".join(f"{owner}/{repo}@{path.name}" for path in list_revisions(folder)[:5])
+        ref = f"revision {revision}" if revision else "refs/main"
+        raise ValueError(f"{folder} has no {ref}; name one that it has: {names or 'it has none'}")
+    return snapshot
 
 
 def missing_snapshot_hint(name: str, kind: HubKind) -> str:
@@ -131,10 +131,10 @@ def advise_on_snapshots(folder: Path, setting: str) -> str | None:
         return None
     names = " or ".join(f"{setting}={path}" for path in list_revisions(cache))
     main = find_snapshot(cache)
-    which = f" ({main.reason}: {main.path.name})" if main and main.other_paths else ""
+    main_note = f" ({main.reason}: {main.path.name})" if main and main.other_paths else ""
     return (
         f"{setting}={folder}: a folder of the hub's cache, not of a model; name its snapshot: "
-        f"{names}{which}"
+        f"{names}{main_note}"
     )
 
 
@@ -162,12 +162,12 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     revisions = list_revisions(cache)
     if not revisions:
         raise DataError(f"{cache} is a folder of the hub's cache without any snapshot in it")
-    if (found := find_snapshot(cache)) is None:
+    if (snapshot := find_snapshot(cache)) is None:
         raise DataError(
             f"{cache} is a folder of the hub's cache with {len(revisions)} revisions, and "
             f"refs/main names none of them; name one: {' or '.join(map(str, revisions[:5]))}"
         )
-    return found.path, list(found.other_paths)
+    return snapshot.path, list(snapshot.other_paths)
 
 
 def identity_path(file: Path) -> Path:
@@ -179,14 +179,14 @@ def identity_path(file: Path) -> Path:
 
 def refuse_several_revisions(files: Iterable[Path]) -> None:
     """Raise a DataError if files belong to several revisions of one dataset."""
-    found: dict[Path, set[str]] = {}
+    revisions_by_root: dict[Path, set[str]] = {}
     for file in files:
         parts = file.absolute().parts
-        at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS) if _SNAPSHOTS in parts else 0
-        root = Path(*parts[:at])
-        if at and len(parts) > at + 2 and is_repo_cache(root):
-            found.setdefault(root, set()).add(parts[at + 1])
-    for root, revisions in found.items():
+        position = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS) if _SNAPSHOTS in parts else 0
+        root = Path(*parts[:position])
+        if position and len(parts) > position + 2 and is_repo_cache(root):
+            revisions_by_root.setdefault(root, set()).add(parts[position + 1])
+    for root, revisions in revisions_by_root.items():
         if len(revisions) > 1:
             raise DataError(
                 f"data.path names files of {len(revisions)} revisions of {root}, which are the same"

@@ -34,9 +34,9 @@ class _RankFormatter(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        who = f"[rank {self._rank}] " if self._rank else ""
-        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return f"{who}{level}{record.getMessage()}"
+        rank_prefix = f"[rank {self._rank}] " if self._rank else ""
+        level_prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return f"{rank_prefix}{level_prefix}{record.getMessage()}"
 
 
 class _RankFile(logging.FileHandler):
@@ -75,8 +75,8 @@ def print_line(text: str) -> None:
 def warn_unreadable(path: Path, error: Exception) -> None:
     """Warn that an existing file counts as missing because it cannot be read."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
-        whose = describe_missing_permission(path) if is_permission_error(error.errno) else ""
-        words = f"{error.strerror}: {whose}" if whose else error.strerror
+        remedy = describe_missing_permission(path) if is_permission_error(error.errno) else ""
+        words = f"{error.strerror}: {remedy}" if remedy else error.strerror
         log.warning("%s cannot be read and counts as missing: %s", path, words)
 
 
@@ -144,8 +144,8 @@ class Progress:
         self._printed_s = now_s
         rate = (done - self._start) / max(now_s - self._began_s, 1e-9)
         is_open = rate > 0 and done < self._total
-        left = f"{format_seconds((self._total - done) / rate)} left" if is_open else ""
-        parts = [f"{self._what} {done}/{self._total}", note, left]
+        eta = f"{format_seconds((self._total - done) / rate)} left" if is_open else ""
+        parts = [f"{self._what} {done}/{self._total}", note, eta]
         log.info("%s", "  ".join(part for part in parts if part))
 
     def exclude(self, seconds: float) -> None:

@@ -35,13 +35,13 @@ def explain_import_failure(error: BaseException) -> str | None:
     if file is None and isinstance(error, ModuleNotFoundError):
         return _missing_module_advice(package)
     folder = Path(file).parent.parent if file else None
-    found = next(
+    version = next(
         (v for name, v in _list_installed(folder) if name == _normalize_name(package)), None
     )
-    found = found or getattr(sys.modules.get(package), "__version__", None)
-    what = f"{package} {found}" if found else package
+    version = version or getattr(sys.modules.get(package), "__version__", None)
+    subject = f"{package} {version}" if version else package
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
+    text = f"{subject} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
     specifier = required_versions().get(_normalize_name(package))
     if remedy := _mmap_failure_remedy(lines[0]):
         return f"{text}. {remedy}"
@@ -53,13 +53,13 @@ def find_shadowing_packages(environ: Mapping[str, str] = os.environ) -> list[str
     """Return a warning for each package in PYTHONPATH that shadows the installed one with a version
     that hpc_tune does not support.
     """
-    needed, warnings = required_versions(), []
+    specifiers, warnings = required_versions(), []
     for folder in _pythonpath_folders(environ):
         for name, version in _list_installed(folder):
-            if name in needed and not _is_in_range(version, needed[name]):
+            if name in specifiers and not _is_in_range(version, specifiers[name]):
                 warnings.append(
                     f"PYTHONPATH has {name} {version} in {folder}, in front of the installed one; "
-                    f"expected {name}{needed[name]}. {_remedy(folder, environ)}"
+                    f"expected {name}{specifiers[name]}. {_remedy(folder, environ)}"
                 )
     return warnings
 
@@ -69,13 +69,13 @@ def hidden_torch_warning() -> str | None:
 
     The hidden one may be the center's build for its GPUs.
     """
-    found = {str(one.locate_file("")): one.version for one in _find_distributions("torch")}
-    (folder, version), *others = [*found.items()] or [("", "")]
-    if not others:
+    versions = {str(dist.locate_file("")): dist.version for dist in _find_distributions("torch")}
+    (folder, version), *hidden_torches = [*versions.items()] or [("", "")]
+    if not hidden_torches:
         return None
-    behind = " and ".join(f"{other} in {where}" for where, other in others)
+    listing = " and ".join(f"{number} in {path}" for path, number in hidden_torches)
     return (
-        f"torch {version} in {folder} hides torch {behind}: if that is your center's, built for "
+        f"torch {version} in {folder} hides torch {listing}: if that is your center's, built for "
         "its GPUs, make an environment that keeps it (python3 tools/install.py), or uninstall the "
         "first"
     )
@@ -130,14 +130,14 @@ def _was_raised_in_import(error: BaseException) -> bool:
 
 def _find_package(error: BaseException) -> tuple[str, str | None]:
     """Return the package that an error names, else the one that raised it, and its file."""
-    name, last = None, _frames(error)[-1].f_globals
+    name, last_globals = None, _frames(error)[-1].f_globals
     if isinstance(error, ImportError):
         name = error.name
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         name = error.obj.__name__
-    package = (name or str(last.get("__name__"))).partition(".")[0]
+    package = (name or str(last_globals.get("__name__"))).partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or getattr(error, "path", None)
-    return package, file or (last.get("__file__") if name is None else None)
+    return package, file or (last_globals.get("__file__") if name is None else None)
 
 
 def _frames(error: BaseException) -> list[FrameType]:
@@ -156,8 +156,8 @@ def _pythonpath_folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
-    in_front = [path.resolve() for path in _pythonpath_folders(environ)]
-    if folder is not None and folder.resolve() in in_front:
+    shadowing_folders = [path.resolve() for path in _pythonpath_folders(environ)]
+    if folder is not None and folder.resolve() in shadowing_folders:
         return f"Unset PYTHONPATH, or take {folder} out of it"
     return "Install the versions that docs/laptop.md names into this environment"
 
@@ -186,10 +186,10 @@ def _normalize_name(name: str) -> str:
 
 def _is_in_range(version: str, specifier: str) -> bool:
     """Return whether a version is within bounds such as ``>=2.9,<3``."""
-    have = _parse_numbers(version)
+    release = _parse_numbers(version)
     for bound in filter(None, map(str.strip, specifier.split(","))):
         sign, limit = re.match(r"[<>=!~]*", bound)[0], _parse_numbers(bound)  # type: ignore[index]
-        if (sign == ">=" and have < limit) or (sign == "<" and have >= limit):
+        if (sign == ">=" and release < limit) or (sign == "<" and release >= limit):
             return False
     return True
 
@@ -224,14 +224,14 @@ def fast_imports() -> Iterator[None]:
     """
     modules: dict[str, Any] = sys.modules
     num_modules = len(modules)
-    hidden = [name for name in _HIDDEN_PACKAGES if name not in modules]
-    modules.update(dict.fromkeys(hidden))
+    hidden_names = [name for name in _HIDDEN_PACKAGES if name not in modules]
+    modules.update(dict.fromkeys(hidden_names))
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        for name in hidden:
+        for name in hidden_names:
             del modules[name]
         if len(modules) > num_modules:
             gc.freeze()

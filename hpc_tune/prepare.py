@@ -53,16 +53,16 @@ def run_prepare(config: RunConfig, out: Path) -> int:
         )
         if not data.eval_fraction:
             prepare_file(path, out, data, tokenizer, comm, form=config.tune.form)
-            written = [out]
+            out_files = [out]
             log.info("wrote %s. Use it with data.path=%s", out, out)
         else:
             held_out = out.with_stem(f"{out.stem}-held-out")
-            written = [out, held_out]
+            out_files = [out, held_out]
             prepare_file(path, out, data, tokenizer, comm, "train", config.tune.form)
             prepare_file(path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
             log.info("wrote %s and %s. Use them with:", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
-        for file in written if comm.is_rank_0 else ():
+        for file in out_files if comm.is_rank_0 else ():
             warn_of_truncated_documents(TokenStore.open(file), data.seq_len)
         shutdown(comm)
     return EXIT_DONE

@@ -53,18 +53,20 @@ _TextLoader.yaml_implicit_resolvers = {
 }
 
 
-def _num_values(node: Any, known: dict[int, float], level: int) -> float:
+def _num_values(node: Any, num_by_id: dict[int, float], level: int) -> float:
     """Return how many values a node expands to; infinity if it contains itself."""
     if level > _MAX_LEVELS:
         raise RecursionError
     if isinstance(node, yaml.ScalarNode):
         return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    if id(node) not in num_by_id:
+        num_by_id[id(node)] = math.inf
         pairs = isinstance(node, yaml.MappingNode)
-        inner = [part for pair in node.value for part in pair] if pairs else node.value
-        known[id(node)] = 1 + sum(_num_values(part, known, level + 1) for part in inner)
-    return known[id(node)]
+        child_nodes = [part for pair in node.value for part in pair] if pairs else node.value
+        num_by_id[id(node)] = 1 + sum(
+            _num_values(part, num_by_id, level + 1) for part in child_nodes
+        )
+    return num_by_id[id(node)]
 
 
 def load_yaml(text: str, scalars_as_text: bool = False) -> Any:
@@ -78,8 +80,8 @@ def load_yaml(text: str, scalars_as_text: bool = False) -> Any:
         return yaml.load(text, _TextLoader if scalars_as_text else _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ValueError(f"{error.problem or error.context}{place}") from None
+        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(f"{error.problem or error.context}{position}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ValueError(str(error).splitlines()[0]) from None
     except RecursionError:

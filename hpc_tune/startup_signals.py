@@ -42,9 +42,9 @@ def write_stderr(text: str) -> None:
         return
     except OSError:
         pass
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null_fd = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         try:
             os.write(number, b"")
         except OSError:
-            os.dup2(nowhere, number)
+            os.dup2(null_fd, number)

@@ -123,25 +123,25 @@ def decide_next(
         return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_EXTERNAL_SIGNALS):
         return "give up", f"it was asked to stop ({last.reason})"
-    barren = _starts_without_progress(starts)
+    stuck_starts = _starts_without_progress(starts)
     # An error that the user must fix is not a crash, such as a run directory that is in use.
-    failed = [start for start in barren if start.status == "failed" and not start.asked]
-    crashes = sum(start.exit_code != EXIT_USER_ERROR and not start.lost_nodes for start in failed)
+    failures = [start for start in stuck_starts if start.status == "failed" and not start.asked]
+    crashes = sum(start.exit_code != EXIT_USER_ERROR and not start.lost_nodes for start in failures)
     # Each spare node may have replaced a faulty one, so it allows one more crash.
     if crashes >= MAX_CRASHES + spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
-    if len(barren) >= MAX_MEMORY_RESTARTS:
-        return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
+    if len(stuck_starts) >= MAX_MEMORY_RESTARTS:
+        return "give up", f"{len(stuck_starts)} starts made no progress beyond step {last.to_step}"
     if not last.asked and (left_s is None or left_s > MIN_JOB_TIME_LEFT_S):
         if node_shortage is None:
             return "again", last.reason
         return "requeue" if can_requeue else "give up", node_shortage
     if not can_requeue:
         return "give up", "time limit reached, and nothing can requeue this job: submit it again"
-    jobs = sum(start.asked for start in barren)
+    jobs = sum(start.asked for start in stuck_starts)
     if jobs >= MAX_REQUEUES:
-        why = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
-        return "give up", why
+        reason = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
+        return "give up", reason
     return "requeue", _PREEMPTION if last.reason == _PREEMPTION else "time limit reached"
 
 
@@ -162,7 +162,7 @@ def find_ending(
     if code == EXIT_USER_ERROR and reported.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED_STATUS, "the start was refused, see the message above", code, ""
-    positive = code if code > 0 else EXIT_FAILED
+    failure_code = code if code > 0 else EXIT_FAILED
     if reported:
         return (
             reported["status"],
@@ -172,10 +172,10 @@ def find_ending(
         )
     is_early = code in _EARLY_EXIT_CODES
     if is_early and not blames_nodes:
-        return "stopped", "a signal while it started", positive, ""
+        return "stopped", "a signal while it started", failure_code, ""
     reason = f"{launcher} exited with code {code}, and there is no outcome.json"
     # If the launcher accuses a node, it has itself ended the other ranks by that signal.
-    return "failed", reason, EXIT_FAILED if is_early else positive, ""
+    return "failed", reason, EXIT_FAILED if is_early else failure_code, ""
 
 
 class Supervisor:
@@ -228,22 +228,22 @@ class Supervisor:
                 continue  # nohup
             signal.signal(number, self._on_signal)
         starts = _read_starts(self._run_dir)
-        lost = _read_unfinished_start(self._run_dir)
+        lost_start = _read_unfinished_start(self._run_dir)
         while True:
-            if lost is not None and owner.has_run_ended(self._run_dir):
-                starts.append(_record_unfinished_start(self._run_dir, lost))
-                lost = None
+            if lost_start is not None and owner.has_run_ended(self._run_dir):
+                starts.append(_record_unfinished_start(self._run_dir, lost_start))
+                lost_start = None
             start = self._run_once()
             if start.status == _REFUSED_STATUS:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER_ERROR
-            if lost is not None:  # only now is it certain that the lost start had ended
-                starts.append(_record_unfinished_start(self._run_dir, lost))
-                lost = None
+            if lost_start is not None:  # only now is it certain that the lost start had ended
+                starts.append(_record_unfinished_start(self._run_dir, lost_start))
+                lost_start = None
             starts.append(start)
             _append_start(self._run_dir, start)
-            next_step, why = self._decide_next(starts)
-            log.info("%s", self._describe_decision(start, next_step, why))
+            next_step, reason = self._decide_next(starts)
+            log.info("%s", self._describe_decision(start, next_step, reason))
             if self._report and next_step in ("again", "give up") and self._stop_signal is None:
                 run_report_command(self._run_dir)
             match next_step:
@@ -265,37 +265,37 @@ class Supervisor:
             starts, left_s, bool(self._requeue), nodes.spares, nodes.explain_node_shortage()
         )
 
-    def _describe_decision(self, last: StartRecord, next_step: NextStep, why: str) -> str:
+    def _describe_decision(self, last: StartRecord, next_step: NextStep, reason: str) -> str:
         if next_step != "give up" or last.reason not in _EXTERNAL_SIGNALS:
             # The advice to rerun is dropped, since supervise does that itself.
-            why = why.partition(". Rerun the same command")[0]
+            reason = reason.partition(". Rerun the same command")[0]
             word = "starting again, because" if next_step == "again" else f"{next_step}:"
-            return f"step {last.to_step}: {word} {why}"
+            return f"step {last.to_step}: {word} {reason}"
         # Slurm also sends such a signal before it requeues a job, or when the first node fails.
-        saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
+        progress = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
         if self._job is None:
-            return f"{saved}; it was ended from outside ({last.reason})"
-        who = "Slurm" if self._job.scheduler is SLURM else "the scheduler"
-        ended = f"{saved}; the job was ended from outside ({last.reason})"
-        return f"{ended}. If {who} requeues it, it resumes from there"
+            return f"{progress}; it was ended from outside ({last.reason})"
+        scheduler = "Slurm" if self._job.scheduler is SLURM else "the scheduler"
+        ending = f"{progress}; the job was ended from outside ({last.reason})"
+        return f"{ending}. If {scheduler} requeues it, it resumes from there"
 
     def _run_once(self) -> StartRecord:
         """Run the ranks once, and return how the start ended."""
         old_stamp, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
-        command, without = self._nodes.command(), dict(self._nodes.left_out)
+        command, left_out = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
         if command.summary:
             log.warning("%s: the global batch and the losses stay the same", command.summary)
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
-        known = {
+        node_fields = {
             "nodes": [*command.nodes],
-            "left_out": without,
+            "left_out": left_out,
             "missing": command.num_missing_nodes,
         }
         job_id = None if self._job is None else self._job.id
         if owner.has_run_ended(self._run_dir):  # otherwise this start will be refused
-            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **known)
+            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **node_fields)
             try:
                 code, lines = self._launch(command.environment, old_stamp)
             finally:
@@ -304,35 +304,37 @@ class Supervisor:
             code, lines = self._launch(command.environment, old_stamp)
         # A node on which Python is not found also exits with this code.
         may_be_sick = code == EXIT_USER_ERROR and _outcome_stamp(self._run_dir) == old_stamp
-        if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
+        if has_lost_nodes := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
-        reported = self._read_new_outcome(old_stamp)
+        new_outcome = self._read_new_outcome(old_stamp)
         blames_nodes = bool(lines.find_suspects(False))
-        status, reason, exit_code, error = find_ending(reported, self._argv[0], code, blames_nodes)
+        status, reason, exit_code, error = find_ending(
+            new_outcome, self._argv[0], code, blames_nodes
+        )
         if status == _REFUSED_STATUS and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
         end_of_job = ("SIGUSR1", "time limit", _PREEMPTION)
-        asked = self._stop_signal == signal.SIGUSR1 or reason in end_of_job
-        newest = _newest_step(self._run_dir)
+        asked_to_stop = self._stop_signal == signal.SIGUSR1 or reason in end_of_job
+        newest_step = _newest_step(self._run_dir)
         start = StartRecord(
-            *(from_step, newest, status, reason, exit_code, asked, job_id),
+            *(from_step, newest_step, status, reason, exit_code, asked_to_stop, job_id),
             nodes=command.nodes,
-            left_out=without,
+            left_out=left_out,
             missing=command.num_missing_nodes,
-            lost_nodes=lost,
+            lost_nodes=has_lost_nodes,
             error=error,
         )
         has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER_SUFFIX)
         if (
-            lost
+            has_lost_nodes
             or not has_failed
-            or asked
+            or asked_to_stop
             or exit_code == EXIT_USER_ERROR
             or self._stop_signal is not None
         ):
             return start
-        return replace(start, lost_nodes=self._exclude_suspects(start, reported, lines))
+        return replace(start, lost_nodes=self._exclude_suspects(start, new_outcome, lines))
 
     def _read_new_outcome(self, old_stamp: object) -> dict[str, Any]:
         """Return the outcome that the ranks have written, empty if they have not."""
@@ -343,11 +345,11 @@ class Supervisor:
         return (outcome.read_ending(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
-        self, start: StartRecord, reported: Mapping[str, Any], lines: LauncherOutputParser
+        self, start: StartRecord, ending: Mapping[str, Any], lines: LauncherOutputParser
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
-        has_report = bool(reported)
-        suspects = find_lost_hosts(reported) | lines.find_suspects(has_report)
+        has_report = bool(ending)
+        suspects = find_lost_hosts(ending) | lines.find_suspects(has_report)
         if outcome.has_run_out_of_memory(outcome.read_heartbeats(self._run_dir)):
             suspects = {}  # no node is to blame: the next start uses less memory
         has_progressed = start.to_step > start.from_step
@@ -393,11 +395,11 @@ class Supervisor:
 
         See ``JobNodes.exclude_faulty_nodes``.
         """
-        found, lost = self._nodes.exclude_faulty_nodes(
+        excluded_nodes, has_lost_nodes = self._nodes.exclude_faulty_nodes(
             nodes, suspects, has_progressed, has_cause, certain_suspects
         )
-        facts.report_excluded_nodes(self._run_dir, found)
-        return lost
+        facts.report_excluded_nodes(self._run_dir, excluded_nodes)
+        return has_lost_nodes
 
     def _end_reason(self, status: str, reason: str) -> str:
         """Return why the ranks ended; a signal is told apart by its sender."""
@@ -428,8 +430,8 @@ class Supervisor:
             lingers = ended_s is not None and now_s - ended_s > linger_s
             is_over = left_s is not None and left_s < _KILL_MARGIN_S
             if lingers or is_over:
-                why = "the job's time limit is reached" if is_over else "its ranks have exited"
-                log.warning("killed %s: %s", self._argv[0], why)
+                reason = "the job's time limit is reached" if is_over else "its ranks have exited"
+                log.warning("killed %s: %s", self._argv[0], reason)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 return child.wait()
@@ -498,10 +500,10 @@ def _read_starts(run_dir: Path) -> list[StartRecord]:
 
 def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     """Return a start whose supervise died with it, with as much of its ending as is known."""
-    if (lost := owner.read_unfinished_start(run_dir)) is None:
+    if (start := owner.read_unfinished_start(run_dir)) is None:
         return None
-    status, reason, exit_code = owner.find_start_ending(run_dir, lost)
-    fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
+    status, reason, exit_code = owner.find_start_ending(run_dir, start)
+    fields = {"from_step": 0, "job": None, "asked": False, **start.fields}
     fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
     try:
@@ -510,11 +512,11 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
         return None
 
 
-def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
-    log.info("the previous start ended at step %d: %s", lost.to_step, lost.reason)
-    _append_start(run_dir, lost)
+def _record_unfinished_start(run_dir: Path, start: StartRecord) -> StartRecord:
+    log.info("the previous start ended at step %d: %s", start.to_step, start.reason)
+    _append_start(run_dir, start)
     owner.forget_start(run_dir)
-    return lost
+    return start
 
 
 def _append_start(run_dir: Path, start: StartRecord) -> None:

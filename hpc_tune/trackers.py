@@ -52,8 +52,8 @@ class EventFile:
         self._file = AtomicAppender(folder / name)
         self._append(Event(file_version="brain.Event:2"))
         if start_step:
-            begun = SessionLog(status=SessionLog.START)
-            self._append(Event(step=start_step + 1, session_log=begun))
+            session_start = SessionLog(status=SessionLog.START)
+            self._append(Event(step=start_step + 1, session_log=session_start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the values of one step by name."""
@@ -129,8 +129,8 @@ def list_trackers(run: RunSettings) -> list[str]:
 
     run.tensorboard is on by default, so it counts only if tensorboard is installed.
     """
-    by_default = ["tensorboard"] if run.tensorboard and is_importable("tensorboard") else []
-    return list(dict.fromkeys([*by_default, *run.trackers]))
+    default_trackers = ["tensorboard"] if run.tensorboard and is_importable("tensorboard") else []
+    return list(dict.fromkeys([*default_trackers, *run.trackers]))
 
 
 def require_trackers(run: RunSettings) -> None:
@@ -164,10 +164,10 @@ def require_trackers(run: RunSettings) -> None:
 
 def open_trackers(run: RunSettings, facts: RunFacts) -> "Trackers":
     """Open the requested trackers; one that fails is reported and dropped."""
-    opened = Trackers()
+    trackers = Trackers()
     for name in list_trackers(run):
-        opened.open(name, partial(OPENERS[name], facts))
-    return opened
+        trackers.open(name, partial(OPENERS[name], facts))
+    return trackers
 
 
 class Trackers:
@@ -346,14 +346,14 @@ class Trackio:
 
 
 def _trackio_config(facts: RunFacts) -> dict[str, Any]:
-    about = {"tags": ", ".join(facts.tags), "notes": facts.notes, "git_commit": facts.commit}
-    return flatten(facts.settings) | about
+    metadata = {"tags": ", ".join(facts.tags), "notes": facts.notes, "git_commit": facts.commit}
+    return flatten(facts.settings) | metadata
 
 
 def _open_tensorboard(facts: RunFacts) -> Tracker:
     file = EventFile(facts.dir / "tensorboard", facts.start_step)
-    about = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
-    rows = about | {"git commit": facts.commit} | flatten(facts.settings)
+    metadata = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
+    rows = metadata | {"git commit": facts.commit} | flatten(facts.settings)
     file.write_text(
         facts.start_step,
         "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),
@@ -378,7 +378,7 @@ def _read_or_make_id(folder: Path, make: Callable[[], str]) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-def _warn_of_failure(name: str, what: str, error: Exception) -> None:
+def _warn_of_failure(name: str, problem: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     reason = _URL_LOGIN.sub("//", reason)
-    log.warning("tracker %s %s, and the run continues without it: %s", name, what, reason)
+    log.warning("tracker %s %s, and the run continues without it: %s", name, problem, reason)

@@ -81,12 +81,12 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a duration, such as ``"42s"``, ``"3m20s"`` or ``"2h05m"``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m{total_s % 60:02d}s"
+    return f"{total_s // 3600}h{total_s % 3600 // 60:02d}m"
 
 
 def format_energy(joules: float) -> str:
@@ -107,9 +107,9 @@ def list_some(items: Iterable[object], limit: int, separator: str = "") -> str:
 
     ``separator`` replaces the comma between items, and the space before "and".
     """
-    shown = list(map(str, items))
-    more = f"{separator or ' '}and {len(shown) - limit} more" if len(shown) > limit else ""
-    return (separator or ", ").join(shown[:limit]) + more
+    texts = list(map(str, items))
+    suffix = f"{separator or ' '}and {len(texts) - limit} more" if len(texts) > limit else ""
+    return (separator or ", ").join(texts[:limit]) + suffix
 
 
 def _num_decimals(value: float) -> int:

@@ -66,7 +66,7 @@ def predict_candidates(
 
     Layouts whose weights, gradients and optimizer state exceed the memory of a rank are left out.
     """
-    choices = []
+    candidates = []
     orders_of = functools.cache(functools.partial(rank_orders, network))
     for layout in layouts:
         if static_bytes(work.size, layout) + process_bytes(machine) > machine.bytes_per_rank:
@@ -83,8 +83,8 @@ def predict_candidates(
             # Of equally fast orders, prefer the one whose slowest link of neighbors is fastest.
             key=lambda c: (c.time.seconds, -_slowest_link_rate(c.ranks, network)),
         )
-        choices.append(best)
-    return sorted(choices, key=lambda candidate: candidate.penalized_s(len(network.nodes)))
+        candidates.append(best)
+    return sorted(candidates, key=lambda candidate: candidate.penalized_s(len(network.nodes)))
 
 
 def legal_layouts(
@@ -109,11 +109,11 @@ def legal_layouts(
             if size % (pipeline * tensor * shard) or (tensor > 1 and not allow_tensor_parallel):
                 continue
             axes = (size // (pipeline * tensor * shard), shard, tensor, pipeline)
-            whole = Layout(*axes, context=parallel.context)
-            is_asked = all(getattr(whole, a) == ranks for a, ranks in parallel.axes.items())
-            if is_asked and not layout_problems(whole, parallel, model):
+            base_layout = Layout(*axes, context=parallel.context)
+            is_asked = all(getattr(base_layout, a) == ranks for a, ranks in parallel.axes.items())
+            if is_asked and not layout_problems(base_layout, parallel, model):
                 max_expert_ranks = 1 if tensor > 1 else math.gcd(shard, num_experts)
-                layouts += [replace(whole, expert=n) for n in list_divisors(max_expert_ranks)]
+                layouts += [replace(base_layout, expert=n) for n in list_divisors(max_expert_ranks)]
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 
@@ -126,14 +126,18 @@ def row_sharing_layouts(
     ``model`` is the transformers config; ``max_sharing_ranks``: how many ranks are close enough to
     share rows.
     """
-    idle: list[Layout] = []
-    others: list[Layout] = []
+    idle_layouts: list[Layout] = []
+    busy_layouts: list[Layout] = []
     for layout in layouts:
         for num in list_divisors(layout.num_weight_ranks)[1:]:
-            shared = replace(layout, context=num)
-            if layout.tensor * num <= max_sharing_ranks and not row_sharing_problems(model, shared):
-                (idle if global_rows < layout.num_weight_ranks else others).append(shared)
-    return idle, others
+            variant = replace(layout, context=num)
+            if layout.tensor * num <= max_sharing_ranks and not row_sharing_problems(
+                model, variant
+            ):
+                (idle_layouts if global_rows < layout.num_weight_ranks else busy_layouts).append(
+                    variant
+                )
+    return idle_layouts, busy_layouts
 
 
 def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
@@ -143,20 +147,22 @@ def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     rank is followed by the one with the fastest link to it; the ranks with the slowest links are
     left out if fewer are needed. The first rank holds the store of the job and is always used.
     """
-    everyone = range(len(network.nodes))
-    if len(everyone) <= _MAX_PERMUTED_RANKS:
-        return [o for o in itertools.permutations(everyone, num_ranks) if 0 in o]
-    kept = set(everyone)
-    sums = {a: sum(network.rate(a, b) for b in everyone if b != a) for a in everyone if a}
-    while len(kept) > num_ranks:
-        slowest = min(sums, key=lambda a: (sums[a], -a))
-        kept.remove(slowest)
-        sums = {a: rates - network.rate(a, slowest) for a, rates in sums.items() if a != slowest}
-    chain, rest = [0], kept - {0}
-    while rest:
-        chain.append(max(rest, key=lambda b: (network.rate(chain[-1], b), -b)))
-        rest.remove(chain[-1])
-    return list(dict.fromkeys([tuple(sorted(kept)), tuple(chain)]))
+    all_ranks = range(len(network.nodes))
+    if len(all_ranks) <= _MAX_PERMUTED_RANKS:
+        return [o for o in itertools.permutations(all_ranks, num_ranks) if 0 in o]
+    kept_ranks = set(all_ranks)
+    rate_sums = {a: sum(network.rate(a, b) for b in all_ranks if b != a) for a in all_ranks if a}
+    while len(kept_ranks) > num_ranks:
+        slowest = min(rate_sums, key=lambda a: (rate_sums[a], -a))
+        kept_ranks.remove(slowest)
+        rate_sums = {
+            a: rates - network.rate(a, slowest) for a, rates in rate_sums.items() if a != slowest
+        }
+    chain, remaining = [0], kept_ranks - {0}
+    while remaining:
+        chain.append(max(remaining, key=lambda b: (network.rate(chain[-1], b), -b)))
+        remaining.remove(chain[-1])
+    return list(dict.fromkeys([tuple(sorted(kept_ranks)), tuple(chain)]))
 
 
 def ring_order(network: Network) -> tuple[int, ...]:
@@ -166,9 +172,9 @@ def ring_order(network: Network) -> tuple[int, ...]:
     def gathers_s(ranks: Sequence[int]) -> float:
         return network.collective_s("all_gather", [ranks], 1.0)
 
-    launched = tuple(range(size))
+    launch_order = tuple(range(size))
     best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gathers_s)
-    return best if gathers_s(best) < _REORDER_TIME_RATIO * gathers_s(launched) else launched
+    return best if gathers_s(best) < _REORDER_TIME_RATIO * gathers_s(launch_order) else launch_order
 
 
 def _slowest_link_rate(ranks: Sequence[int], network: Network) -> float:

@@ -73,25 +73,25 @@ class BlockModels:
         parallel = self.parallel.model_copy(update=update)
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._build_model, num_blocks, Path(folder))
-            built = self.comm.run_and_agree("measuring a decoder block", make)
-            self.plan = StepPlan.for_model(built, layout, parallel)
+            built_model = self.comm.run_and_agree("measuring a decoder block", make)
+            self.plan = StepPlan.for_model(built_model, layout, parallel)
             settings = EngineSettings(
                 self.plan, self.comm.device, self.optim, run_and_agree=self.comm.run_and_agree
             )
-            engine = NativeEngine(built, settings)
-        for parameter in built.module.parameters():
+            engine = NativeEngine(built_model, settings)
+        for parameter in built_model.module.parameters():
             if parameter.is_floating_point():
                 local_region(parameter.detach())[0].normal_(std=0.02)
         return engine
 
     def _build_model(self, num_blocks: int, folder: Path) -> BuiltModel:
         shape = self._shape.with_blocks(num_blocks, folder)
-        built, itemsize = shape.build(), shape.dtype.itemsize
-        size, model = measure(built.module), built.config
+        built_model, itemsize = shape.build(), shape.dtype.itemsize
+        size, model = measure(built_model.module), built_model.config
         _require_memory(size, self._room)
         head = model.vocab_size * model.hidden_size * itemsize
         self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head is gathered once
-        return built
+        return built_model
 
     def batch(self, rows: int) -> Batch:
         """Return a micro-batch to measure with; on CPUs with fewer tokens."""
@@ -121,19 +121,19 @@ def measure_compute(
     comm, seconds, batch = models.comm, {}, models.batch(rows)
     num_ranks = comm.world.size
     for num_blocks in (FEW_BLOCKS, MORE_BLOCKS):
-        once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_and_discard, batch)
-        seconds[num_blocks] = _slowest_rank_s(once, comm)
+        run_step = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_and_discard, batch)
+        seconds[num_blocks] = _slowest_rank_s(run_step, comm)
     comm.barrier("the first rank to compute alone")
-    times = [_time_work(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
+    times = [_time_work(run_step, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
     [alone_s] = comm.max([statistics.median(times or [0.0])])
     block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
     unshard_s = _unshard_s_per_byte(comm)
     # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
     gathers_s = network.collective_s("all_gather", [order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _MAX_TIMED_GATHERS_S:
-        once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_and_discard, batch)
-        more_s = _slowest_rank_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
-        unshard_s = max(unshard_s, more_s / models.gathered_bytes)
+        run_step = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_and_discard, batch)
+        extra_s = _slowest_rank_s(run_step, comm) - seconds[MORE_BLOCKS] - gathers_s
+        unshard_s = max(unshard_s, extra_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and allow_tensor_parallel:
         sync_s = _sliced_all_reduce_s(models, batch, seconds[MORE_BLOCKS], network, order)
@@ -153,11 +153,11 @@ def measure_compute(
 
 
 def _require_memory(size: ModelSize, room: int) -> None:
-    needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
-    if needed > MEASURED_STATE_SHARE * room:
+    needed_bytes = size.frozen_bytes + STATE_COPIES * size.trained_bytes
+    if needed_bytes > MEASURED_STATE_SHARE * room:
         raise ConfigError(
             f"parallel.layout=auto: measuring {MORE_BLOCKS} decoder blocks of this model takes "
-            f"{format_bytes(needed)}, too much for the {format_bytes(room)} available; set "
+            f"{format_bytes(needed_bytes)}, too much for the {format_bytes(room)} available; set "
             "parallel.shard, .tensor or .pipeline"
         )
 
@@ -201,8 +201,8 @@ def _unshard_s_per_byte(comm: Comm) -> float:
     """Return the seconds per byte to allocate two buffers, zero one and copy it to the other."""
 
     def copy() -> None:
-        gathered = torch.zeros(_BUFFER_VALUES, device=comm.device)
-        torch.empty_like(gathered).copy_(gathered)
+        buffer = torch.zeros(_BUFFER_VALUES, device=comm.device)
+        torch.empty_like(buffer).copy_(buffer)
 
     return _slowest_rank_s(copy, comm) / (4 * _BUFFER_VALUES)
 
@@ -217,22 +217,24 @@ def _host_copy_s_per_byte(comm: Comm) -> float:
 
 
 def _sliced_all_reduce_s(
-    models: BlockModels, batch: Batch, whole_s: float, network: Network, order: Sequence[int]
+    models: BlockModels, batch: Batch, unsliced_s: float, network: Network, order: Sequence[int]
 ) -> float | None:
     """Return the seconds that a small all-reduce adds, measured in blocks sliced over all ranks.
 
-    ``whole_s``: seconds of ``MORE_BLOCKS`` unsliced blocks. None if the blocks cannot be sliced
+    ``unsliced_s``: seconds of ``MORE_BLOCKS`` unsliced blocks. None if the blocks cannot be sliced
     over all ranks.
     """
     comm = models.comm
-    cut = Layout(1, 1, comm.world.size)
-    if cut not in legal_layouts(models.parallel, models.plan.model, cut.size):
+    sliced_layout = Layout(1, 1, comm.world.size)
+    if sliced_layout not in legal_layouts(models.parallel, models.plan.model, sliced_layout.size):
         return None
-    spent_s = _slowest_rank_s(partial(models.engine(MORE_BLOCKS, cut).run_and_discard, batch), comm)
+    measured_s = _slowest_rank_s(
+        partial(models.engine(MORE_BLOCKS, sliced_layout).run_and_discard, batch), comm
+    )
     micro = batch.num_tokens, batch.num_loss_tokens
     messages = tensor_axis_time(models.plan, order, network, micro)
-    without_s = whole_s / cut.size + messages.transfer_s
-    return max(0.0, spent_s - without_s) / messages.num_messages
+    expected_s = unsliced_s / sliced_layout.size + messages.transfer_s
+    return max(0.0, measured_s - expected_s) / messages.num_messages
 
 
 def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
@@ -240,16 +242,16 @@ def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
     if comm.world.size == 1:
         return 0.0
     matrix = torch.randn(_MATRIX_WIDTH, _MATRIX_WIDTH, device=comm.device)
-    little = torch.zeros(8, device=comm.device)
+    small_tensor = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
-    products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
+    num_matmuls = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
 
     def time_products(include_all_reduce: bool) -> float:
         def work() -> None:
-            for _ in range(products):
+            for _ in range(num_matmuls):
                 multiply()
             if include_all_reduce:
-                dist.all_reduce(little)
+                dist.all_reduce(small_tensor)
 
         return _slowest_rank_s(work, comm)
 

@@ -135,15 +135,15 @@ def compute_from_data_sheet(
     cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
 ) -> Compute:
     """Return how fast a cluster's ranks compute, at ``_ACHIEVED_FLOPS_FRACTION`` of its flops."""
-    head = (6 if size.is_fully_trained else 4) * model.vocab_size * model.hidden_size
-    whole = flops_per_token(size, model, seq_len)
-    block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
-    speed = _ACHIEVED_FLOPS_FRACTION * cluster.flops
+    head_flops = (6 if size.is_fully_trained else 4) * model.vocab_size * model.hidden_size
+    token_flops = flops_per_token(size, model, seq_len)
+    block_flops = (token_flops - head_flops) / size.blocks(model) * (4 / 3 if recompute else 1)
+    flops_per_s = _ACHIEVED_FLOPS_FRACTION * cluster.flops
     # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
     return Compute(
-        block_s=block / speed,
-        head_s=head / speed,
+        block_s=block_flops / flops_per_s,
+        head_s=head_flops / flops_per_s,
         update_s=28 * memory_s,
         unshard_s=3 * memory_s,
         sync_s=_SYNC_S,
@@ -244,12 +244,12 @@ def search_layout(
     if built.tokens and built.tied_name:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = parallel.context == 1 and allows_context_parallel(parallel, config.train)
-    shared: tuple[list[Layout], list[Layout]] = ([], [])
+    variants: tuple[list[Layout], list[Layout]] = ([], [])
     if may_share := may_share and try_sharing_attention(built.module):
         near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
-        shared = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
+        variants = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
     common_arguments = parallel, config.batch, work, machine, compute, network
-    legal = predict_candidates(layouts + shared[0], *common_arguments)
+    legal = predict_candidates(layouts + variants[0], *common_arguments)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
         update = {"parallel": with_layout(parallel, candidate.layout)}
@@ -263,7 +263,7 @@ def search_layout(
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
     search = _LayoutSearch(work, machine, num_ranks, parallel, plan_of, rows_of)
-    predict_more = partial(predict_candidates, shared[1], *common_arguments)
+    predict_more = partial(predict_candidates, variants[1], *common_arguments)
     rows, unfit = search.select_fastest_candidates(legal, predict_more)
     layout = resolve(parallel, size, built.config, machine, num_ranks).layout
     default = next((c for c in legal if c.layout == layout), None)
@@ -282,26 +282,26 @@ def _explain_row_sharing(best: Layout, num_rows: int) -> str:
 
 def choice_lines(choice: LayoutChoice) -> list[str]:
     """Return the table to print: the five fastest layouts, and why the first one is chosen."""
-    best, default, alone = choice.best, choice.layout_without_auto, choice.single_rank
+    best, default, single_rank = choice.best, choice.layout_without_auto, choice.single_rank
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
     lines = [head, *(_format_row(row, "<- this one" if row is best else "") for row in choice.rows)]
-    shown = list(choice.rows)
-    for other, note in ((default, "what memory alone would choose"), (alone, "")):
-        if other is not None and all(row.layout != other.layout for row in shown):
-            lines.append(_format_row(other, note))
-            shown.append(other)
+    shown_rows = list(choice.rows)
+    for candidate, note in ((default, "what memory alone would choose"), (single_rank, "")):
+        if candidate is not None and all(row.layout != candidate.layout for row in shown_rows):
+            lines.append(_format_row(candidate, note))
+            shown_rows.append(candidate)
     lines += [_format_row(row, "does not fit") for row in choice.unfit[:MAX_SHOWN_LAYOUTS]]
-    if (others := len(choice.unfit) - MAX_SHOWN_LAYOUTS) > 0:
-        lines.append(f"        and {others} more, none of which fits")
+    if (num_hidden := len(choice.unfit) - MAX_SHOWN_LAYOUTS) > 0:
+        lines.append(f"        and {num_hidden} more, none of which fits")
     reasons = [choice.sharing_reason] if choice.sharing_reason else []
-    if default and alone and default.time.seconds > alone.time.seconds:
+    if default and single_rank and default.time.seconds > single_rank.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
         reasons.append(_explain_difference(best, choice.rows[1]))
     if best.layout.size < choice.num_ranks:
-        whole = next((row for row in shown if row.layout.size == choice.num_ranks), None)
-        more = f": all {choice.num_ranks} would take {_format_time(whole)}" if whole else ""
-        reasons.append(f"{choice.num_ranks - best.layout.size} ranks stay idle{more}")
+        full_row = next((row for row in shown_rows if row.layout.size == choice.num_ranks), None)
+        clause = f": all {choice.num_ranks} would take {_format_time(full_row)}" if full_row else ""
+        reasons.append(f"{choice.num_ranks - best.layout.size} ranks stay idle{clause}")
     return lines + [f"        {text}" for text in reasons]
 
 
@@ -345,13 +345,15 @@ class _PlannedCandidate:
         The rest of a step is divided by at most the tensor, pipeline and context axes. It includes
         gathered weights.
         """
-        own, its = self.candidate.layout, other.layout
-        holds_more = own.shard > 1 and (its.shard == 1 or self.candidate.reshard != other.reshard)
-        if holds_more or own.expert != its.expert:
+        layout, other_layout = self.candidate.layout, other.layout
+        holds_more = layout.shard > 1 and (
+            other_layout.shard == 1 or self.candidate.reshard != other.reshard
+        )
+        if holds_more or layout.expert != other_layout.expert:
             return 0
         axes = ("tensor", "pipeline", "context")
-        cut = its.size_of(axes) / own.size_of(axes)
-        return static_bytes(size, its) + int(self.non_static_bytes / max(1.0, cut))
+        split_ratio = other_layout.size_of(axes) / layout.size_of(axes)
+        return static_bytes(size, other_layout) + int(self.non_static_bytes / max(1.0, split_ratio))
 
 
 @dataclass
@@ -383,9 +385,9 @@ class _LayoutSearch:
         """
         rows, unfit = self._split_by_fit(legal)
         if not rows:
-            more = predict_more()
-            legal = [*legal, *more]
-            rows, more_unfit = self._split_by_fit(more)
+            more_candidates = predict_more()
+            legal = [*legal, *more_candidates]
+            rows, more_unfit = self._split_by_fit(more_candidates)
             unfit += more_unfit
         if not rows:
             raise ConfigError(self._explain_no_fit(len(legal)))
@@ -397,8 +399,8 @@ class _LayoutSearch:
         for candidate in legal:
             best = min((self._penalized_s(row) for row in rows if row.fits), default=math.inf)
             if self._penalized_s(candidate) < best:
-                weighed = self._predict_memory(candidate)
-                (rows if weighed.fits else unfit).append(weighed)
+                predicted_row = self._predict_memory(candidate)
+                (rows if predicted_row.fits else unfit).append(predicted_row)
             elif len(rows) < MAX_SHOWN_LAYOUTS:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
@@ -412,22 +414,22 @@ class _LayoutSearch:
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
         tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
-        most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
+        upper = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
         # With sharded experts, sent tokens are copied too.
-        if layout.expert == 1 and upper_bound_fits(most, machine):
-            return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
-        least = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
-        if least > room:
-            return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
+        if layout.expert == 1 and upper_bound_fits(upper, machine):
+            return replace(candidate, memory=f"< {format_bytes(upper)}", fits=True)
+        lower = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
+        if lower > room:
+            return replace(candidate, memory=f"> {format_bytes(lower)}", fits=False)
         log.info("auto    planning %s", candidate)
         plan = self.plan_of(candidate)
         steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         non_static_bytes = num_bytes - static_bytes(work.size, layout)
         self.planned.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
-        fitting = plan.tokens_that_fit // work.seq_len
-        if self.with_micro_rows and 0 < fitting < candidate.micro_rows:
-            candidate = self.with_micro_rows(candidate, 1 << (fitting.bit_length() - 1))
+        fitting_rows = plan.tokens_that_fit // work.seq_len
+        if self.with_micro_rows and 0 < fitting_rows < candidate.micro_rows:
+            candidate = self.with_micro_rows(candidate, 1 << (fitting_rows.bit_length() - 1))
         return replace(candidate, memory=format_bytes(num_bytes), fits=plan.fits)
 
     def _explain_no_fit(self, num_legal: int) -> str:
@@ -435,20 +437,20 @@ class _LayoutSearch:
         if self.planned:
             size = self.work.size
             best = min(self.planned, key=lambda p: p.lower_bound_bytes(p.candidate, size))
-            least = format_bytes(best.lower_bound_bytes(best.candidate, size))
+            smallest_need = format_bytes(best.lower_bound_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
-                f"was found is {least} of {room} per rank, with {best.candidate}. "
+                f"was found is {smallest_need} of {room} per rank, with {best.candidate}. "
                 f"What would help there:\n  - " + "\n  - ".join(best.advice)
             )
         parallel = self.parallel
         axes = parallel.axes | {"expert": parallel.expert, "context": parallel.context}
-        given = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
-        unfit = "divides no such number of ranks, does not suit the model, or "
-        unfit = f"{given} {unfit}" if given else ""
+        sizes = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
+        reasons = "divides no such number of ranks, does not suit the model, or "
+        reasons = f"{sizes} {reasons}" if sizes else ""
         return (
             f"parallel.layout=auto: no layout of up to {self.machine.world_size} ranks is "
-            f"possible: {unfit}the model's state is more than {room} per rank in each of them"
+            f"possible: {reasons}the model's state is more than {room} per rank in each of them"
         )
 
 
@@ -468,12 +470,12 @@ def _format_time(row: Candidate) -> str:
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    more_s = other.time.seconds - best.time.seconds
-    if more_s < 0.01 * best.time.seconds:
+    extra_s = other.time.seconds - best.time.seconds
+    if extra_s < 0.01 * best.time.seconds:
         return f"{other} is as fast, but less simple"
-    waits_s = other.time.comm_s - best.time.comm_s
-    what = "waits for messages" if waits_s > more_s / 2 else "computes"
-    return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
+    extra_comm_s = other.time.comm_s - best.time.comm_s
+    activity = "waits for messages" if extra_comm_s > extra_s / 2 else "computes"
+    return f"{other} {activity} {max(extra_comm_s, extra_s - extra_comm_s):.3g} s longer per step"
 
 
 # -- parallel.layout=auto in a run: measure, run the plan command, log why, compare afterwards.
@@ -499,13 +501,13 @@ def measure_and_choose_layout(config: RunConfig, world: Comm) -> tuple[Candidate
         comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = detect_machine(comm, find_host_limit(config.memory.host_limit).num_bytes)
-    measurements, ordered = measure_world(config, comm, machine)
+    measurements, ring_comm = measure_world(config, comm, machine)
     write_settings, limit_s = partial(write_resolved_config, config), config.run.timeout / 2
-    best, lines = choose_layout_on_rank_0(measurements, write_settings, ordered, machine, limit_s)
+    best, lines = choose_layout_on_rank_0(measurements, write_settings, ring_comm, machine, limit_s)
     for line in lines:
         log.info("%s", line)
     best = replace(best, links=describe_links(measurements.links))
-    return best, regroup(ordered, measurements.link_positions(best.ranks), config.run.timeout)
+    return best, regroup(ring_comm, measurements.link_positions(best.ranks), config.run.timeout)
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
@@ -520,23 +522,23 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     nodes = tuple(peer.node for peer in comm.roster)
     links = measure_pairs(comm, LINK_MEASURING_LIMIT_S)
     order = ring_order(Network.from_links(links, nodes))
-    ordered = regroup(comm, order, config.run.timeout)
-    assert ordered is not None, "all ranks are in it"
-    ordered = ordered.with_step_timeout()
-    links = replace(links, collectives=measure_collectives(ordered), order=order)
+    ring_comm = regroup(comm, order, config.run.timeout)
+    assert ring_comm is not None, "all ranks are in it"
+    ring_comm = ring_comm.with_step_timeout()
+    links = replace(links, collectives=measure_collectives(ring_comm), order=order)
     network = Network.from_links(links, nodes)
-    dtype = resolve_dtype(config.model.dtype, ordered.device)
+    dtype = resolve_dtype(config.model.dtype, ring_comm.device)
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         seq_len, room = config.data.seq_len, machine.bytes_per_rank
-        models = BlockModels(shape, config.parallel, config.optim, seq_len, ordered, room)
+        models = BlockModels(shape, config.parallel, config.optim, seq_len, ring_comm, room)
         rows = min_micro_rows(config.batch)
         allow_tensor_parallel = allows_tensor_parallel(config.tune, config.train)
         compute = measure_compute(models, rows, network, order, allow_tensor_parallel)
     trim_heap()
     if comm.device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measurements(nodes, links, compute), ordered
+    return Measurements(nodes, links, compute), ring_comm
 
 
 def choose_layout_on_rank_0(
@@ -560,18 +562,18 @@ def choose_layout_on_rank_0(
             file.write_text(measurements.to_json(), encoding="utf-8")
             write_settings(settings)
             try:
-                done = run_plan(settings, machine, ["--measured", str(file)], limit_s)
+                result = run_plan(settings, machine, ["--measured", str(file)], limit_s)
             except subprocess.TimeoutExpired:
                 raise ConfigError(
                     f"parallel.layout=auto: not chosen within {limit_s:.0f} s (half of "
                     "run.timeout); set the axes, as `plan parallel=auto` prints them on a login "
                     "node"
                 ) from None
-        if done.returncode:
-            message = done.stderr.strip().removeprefix("hpc_tune: ")
-            default = f"parallel.layout=auto: the plan command ended with {done.returncode}"
+        if result.returncode:
+            message = result.stderr.strip().removeprefix("hpc_tune: ")
+            default = f"parallel.layout=auto: the plan command ended with {result.returncode}"
             raise ConfigError(message or default)
-        return done.stdout
+        return result.stdout
 
     return choice_from_json(comm.run_on_rank_0("choosing the layout", ask))
 
@@ -580,19 +582,19 @@ def compare_step_times(candidate: Candidate, steps_s: Iterable[float]) -> dict[s
     """Return the predicted step time and the median of the measured ones without the first."""
     steps_s, predicted_s = list(steps_s), candidate.time.seconds
     measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None
-    off = None if measured_s is None else measured_s / predicted_s - 1
-    if off is not None:
+    relative_error = None if measured_s is None else measured_s / predicted_s - 1
+    if relative_error is not None:
         log.info(
             "auto    a step took %.3g s, the prediction was %.3g s (%+.0f%%)",
             measured_s,
             predicted_s,
-            100 * off,
+            100 * relative_error,
         )
     return {
         "layout": str(candidate.layout),
         "ranks": list(candidate.ranks),
         "predicted_step_s": predicted_s,
         "measured_step_s": measured_s,
-        "off": off,
+        "off": relative_error,
         "predicted_comm_share": candidate.time.comm_share,
     }

@@ -55,18 +55,19 @@ def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
 @functools.cache
 def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
     language = make_language_model(read_config(base), base, torch.float32, None)
-    of_whole = language.names.whole_model_name
+    name_in_whole = language.names.whole_model_name
     return {
-        of_whole(layer): one for layer, one in map_adapter_layers_to_stacks(language.model).items()
+        name_in_whole(layer): stack
+        for layer, stack in map_adapter_layers_to_stacks(language.model).items()
     }
 
 
 def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
     """Return the layers whose adapters in ``index`` peft does not load onto the base model."""
     adapters = (n for n in index.shapes if n.startswith(ADAPTER_PREFIX) and adapted_layer(n))
-    named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
-    lost = find_names_renamed_again(make_whole_model(read_config(base)), named)
-    return sorted({adapted_layer(name) for name in lost})
+    names = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
+    ignored_names = find_names_renamed_again(make_whole_model(read_config(base)), names)
+    return sorted({adapted_layer(name) for name in ignored_names})
 
 
 def mixture_targets(
@@ -81,22 +82,22 @@ def mixture_targets(
     """
     from hpc_tune.model.adapters import Targets
 
-    modules, parameters, adapted, rank = set(), set(), set(), 0
-    by_weight = []
+    modules, parameters, stack_modules, rank = set(), set(), set(), 0
+    weight_layers = []
     for layer in layers:
-        own = _BLOCK.sub("", layer)
+        layer_path = _BLOCK.sub("", layer)
         if (stack := stacks.get(layer)) is not None:
             tensor = _BLOCK.sub("", stack.tensor)
             parameters.add(tensor)
-            adapted.add(tensor.rpartition(".")[0])
+            stack_modules.add(tensor.rpartition(".")[0])
             rank = index.shapes[f"{ADAPTER_PREFIX}{layer}{LORA_A}"][0] // stack.num_experts
-        elif own.rpartition(".")[2] in taken_names:
-            parameters.add(f"{own}.weight")
-            by_weight.append(layer)
+        elif layer_path.rpartition(".")[2] in taken_names:
+            parameters.add(f"{layer_path}.weight")
+            weight_layers.append(layer)
         else:
-            modules.add(own.rpartition(".")[2])
+            modules.add(layer_path.rpartition(".")[2])
     return Targets(
-        sorted(modules), tuple(sorted(parameters)), tuple(adapted), rank, tuple(by_weight)
+        sorted(modules), tuple(sorted(parameters)), tuple(stack_modules), rank, tuple(weight_layers)
     )
 
 
@@ -158,20 +159,20 @@ class PerExpertAdapter:
         stack = next(name for name in config.pop("target_parameters") if name in ranks)
         experts = rf"experts\.\d+\.({'|'.join(sorted(self.expert_layers))})"
         new_ranks, new_alphas = {experts: ranks[stack]}, {experts: alphas[stack]}
-        for stored, layer in sorted(self.layers.items()):
-            new_ranks[stored] = _first_match(ranks, layer, config["r"])
-            new_alphas[stored] = _first_match(alphas, layer, config["lora_alpha"])
+        for stored_layer, layer in sorted(self.layers.items()):
+            new_ranks[stored_layer] = _first_match(ranks, layer, config["r"])
+            new_alphas[stored_layer] = _first_match(alphas, layer, config["lora_alpha"])
         if config.pop("use_rslora", False):
             config["lora_alpha"] *= math.sqrt(config["r"])
             new_alphas = {key: a * math.sqrt(new_ranks[key]) for key, a in new_alphas.items()}
-        names = {stored.rpartition(".")[2] for stored in self.layers}
+        names = {stored_layer.rpartition(".")[2] for stored_layer in self.layers}
         config["target_modules"] = sorted(names | self.expert_layers)
         for key, new, common in (
             ("rank_pattern", new_ranks, config["r"]),
             ("alpha_pattern", new_alphas, config["lora_alpha"]),
         ):
-            if others := {layer: value for layer, value in new.items() if value != common}:
-                config[key] = others
+            if overrides := {layer: value for layer, value in new.items() if value != common}:
+                config[key] = overrides
         return config
 
 
@@ -185,48 +186,54 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     None if it has no adapters on experts, or no names are known for single experts.
     """
     storage = find_model_file_layout(base, index_model_directory(base))
-    read = functools.lru_cache(maxsize=1)(index.read)
-    found = PerExpertAdapter([], {}, set())
+    read_tensor = functools.lru_cache(maxsize=1)(index.read)
+    adapter = PerExpertAdapter([], {}, set())
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
-        layer, called = adapted_layer(name), name
+        layer, stored_name = adapted_layer(name), name
         if (stack := storage.stacks.get(layer)) is not None:
             if not (matrices := list(_iterate_expert_matrices(stack, storage.index))):
                 return None
-            found.regions.extend(_expert_region(index, name, stack, one, read) for one in matrices)
-            found.expert_layers.update(one.layer.rpartition(".")[2] for one in matrices)
+            adapter.regions.extend(
+                _expert_region(index, name, stack, matrix, read_tensor) for matrix in matrices
+            )
+            adapter.expert_layers.update(matrix.layer.rpartition(".")[2] for matrix in matrices)
             continue
         if layer:
-            stored = storage.names.renamed_tensors.get(f"{layer}.weight", layer).removesuffix(
+            stored_layer = storage.names.renamed_tensors.get(f"{layer}.weight", layer).removesuffix(
                 ".weight"
             )
-            found.layers[stored] = layer
-            called = f"{ADAPTER_PREFIX}{stored}{name.removeprefix(ADAPTER_PREFIX + layer)}"
-        shape, values = index.shapes[name], functools.partial(read, name)
-        found.regions.append(Region.cover_tensor(called, index.dtypes[name], shape, values))
-    return found if found.expert_layers else None
+            adapter.layers[stored_layer] = layer
+            stored_name = (
+                f"{ADAPTER_PREFIX}{stored_layer}{name.removeprefix(ADAPTER_PREFIX + layer)}"
+            )
+        shape, values = index.shapes[name], functools.partial(read_tensor, name)
+        adapter.regions.append(Region.cover_tensor(stored_name, index.dtypes[name], shape, values))
+    return adapter if adapter.expert_layers else None
 
 
-def _iterate_expert_matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
+def _iterate_expert_matrices(
+    stack: AdaptedTensor, base_index: TensorIndex
+) -> Iterator[_ExpertMatrix]:
     """Yield the matrices of the experts of a stack; none if their names are unknown."""
-    joined = stored.joined.get(stack.tensor)
-    if joined is not None and all(part.axes[0] is None for part in joined.parts):
-        for part in joined.parts:
+    joined_tensor = base_index.joined.get(stack.tensor)
+    if joined_tensor is not None and all(part.axes[0] is None for part in joined_tensor.parts):
+        for part in joined_tensor.parts:
             layer = part.stored.name.removesuffix(".weight")
             yield _ExpertMatrix(layer, part.box.offset[0], part.box.slices()[1])
         return
-    _, first, second = stored.shapes[stack.tensor]
-    outputs = second if stack.is_transposed else first
+    _, first, second = base_index.shapes[stack.tensor]
+    num_outputs = second if stack.is_transposed else first
     for ending, names in _STACK_MATRICES.items():
         if stack.gate_up_layout == "unknown" or not stack.tensor.endswith(f".{ending}"):
             continue
         path = f"{stack.tensor.removesuffix(f'.{ending}')}.experts"
-        share = outputs // len(names)
-        for place, name in enumerate(names):
-            interleaved = slice(place, outputs, len(names))
-            half = slice(place * share, (place + 1) * share)
-            of_stack = interleaved if stack.gate_up_layout == "interleaved" else half
+        part_size = num_outputs // len(names)
+        for position, name in enumerate(names):
+            strided_slice = slice(position, num_outputs, len(names))
+            half_slice = slice(position * part_size, (position + 1) * part_size)
+            output_slice = strided_slice if stack.gate_up_layout == "interleaved" else half_slice
             for expert in range(stack.num_experts):
-                yield _ExpertMatrix(f"{path}.{expert}.{name}", expert, of_stack)
+                yield _ExpertMatrix(f"{path}.{expert}.{name}", expert, output_slice)
 
 
 def _expert_region(
@@ -243,11 +250,11 @@ def _expert_region(
     shape = (ranks, columns) if is_a else (num_outputs, ranks)
 
     def values() -> torch.Tensor:
-        whole = read(name)
+        all_experts = read(name)
         if is_a:
-            return whole.view(stack.num_experts, ranks, columns)[matrix.expert]
-        by_expert = whole.view(rows, ranks, stack.num_experts)[..., matrix.expert]
-        return by_expert[matrix.outputs].contiguous()
+            return all_experts.view(stack.num_experts, ranks, columns)[matrix.expert]
+        expert_b = all_experts.view(rows, ranks, stack.num_experts)[..., matrix.expert]
+        return expert_b[matrix.outputs].contiguous()
 
-    called = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
-    return Region.cover_tensor(called, index.dtypes[name], shape, values)
+    stored_name = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
+    return Region.cover_tensor(stored_name, index.dtypes[name], shape, values)

@@ -94,16 +94,16 @@ def export_adapter(
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
         write_chat_template(template, base, temporary)
-        named = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
-        whole = any(map(_LANGUAGE_MODEL.match, named))
-        write_model_card(checkpoint, base, temporary, "adapter", whole)
+        names = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
+        is_whole_model = any(map(_LANGUAGE_MODEL.match, names))
+        write_model_card(checkpoint, base, temporary, "adapter", is_whole_model)
     stacks = find_adapted_stacks(base)
     _warn_scales(index, tune, out)
-    if lost := layers_ignored_by_peft(index, base) if stacks else []:
+    if ignored_layers := layers_ignored_by_peft(index, base) if stacks else []:
         log.warning(
             "peft does not load %d of the adapters in %s, such as that of %s: for this kind of "
             "model it takes their names for those of other layers. Use export --to merged",
-            *(len(lost), out, lost[0]),
+            *(len(ignored_layers), out, ignored_layers[0]),
         )
     if any(adapted_layer(name) in stacks for name in index.shapes):
         _export_per_expert(checkpoint, base, out, template)
@@ -159,7 +159,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         Region.cover_tensor(n, index.dtypes[n], index.shapes[n], functools.partial(index.read, n))
         for n in names
     ]
-    written = write_regions(out / ADAPTER_FILE, regions)
+    weights_file = write_regions(out / ADAPTER_FILE, regions)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({*map(adapted_layer, names)} - {""})
     stacks = find_adapted_stacks(base)
@@ -168,21 +168,23 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         taken_names = find_peft_stack_names(base) if tune.method == "dora" else EXPERT_LAYER_NAMES
         targets = mixture_targets(index, layers, stacks, taken_names)
     config = make_lora_config(tune, targets)
-    within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
+    prefix_match = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:
         config.lora_dropout = 0.0  # else peft refuses parameters; a loaded adapter has no dropout
-    elif "all-linear" in tune.targets or within:
+    elif "all-linear" in tune.targets or prefix_match:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
-    if within:  # use full paths: other parts of such a model may have layers of the same name
-        kinds = config.target_modules
-        config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
+    if prefix_match:  # use full paths: other parts of such a model may have layers of the same name
+        target_names = config.target_modules
+        config.target_modules = {name for name in layers if name.rpartition(".")[2] in target_names}
         if config.modules_to_save:
-            others = (p for p in paths if not adapted_layer(p) and TOKEN_DELTA_SUFFIX not in p)
-            config.modules_to_save = sorted({path.rpartition(".")[0] for path in others})
+            module_paths = (
+                p for p in paths if not adapted_layer(p) and TOKEN_DELTA_SUFFIX not in p
+            )
+            config.modules_to_save = sorted({path.rpartition(".")[0] for path in module_paths})
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
     write_adapter_config(config, base, out)
-    return written
+    return weights_file
 
 
 def export_merged(
@@ -205,19 +207,19 @@ def export_merged(
         too large for its dtype. ConfigError: if ``out`` holds something that is not an export.
         MemoryBudgetError: if there is no room for one tensor.
     """
-    merged = MergedModel(checkpoint, tune, base, dtype)
-    require_merge_memory(merged)
-    shards = _split_into_files(merged)
+    merged_model = MergedModel(checkpoint, tune, base, dtype)
+    require_merge_memory(merged_model)
+    shards = _split_into_files(merged_model)
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
     with replace_folder(out, base) as temporary:
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_regions(temporary / file, [merged.region(name) for name in names])
+            write_regions(temporary / file, [merged_model.region(name) for name in names])
             weight_map |= dict.fromkeys(names, file)
             progress.update(len(weight_map))
-        total = sum(map(merged.bytes_of, weight_map))
+        total = sum(map(merged_model.bytes_of, weight_map))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
@@ -225,7 +227,7 @@ def export_merged(
                 _copy_without_auto_map(file_path, temporary)
         if (scaling := read_rope_scaling(checkpoint, base)) is not None:
             _write_rope_scaling(temporary / "config.json", base, scaling)
-        if merged.changes_dtypes:
+        if merged_model.changes_dtypes:
             _describe_merged_weights_in_config(temporary / "config.json", dtype)
         write_chat_template(template, base, temporary)
         write_model_card(checkpoint, base, temporary, "merged")
@@ -270,27 +272,27 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
 
 def require_merge_memory(merged: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
-    needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
+    needed_bytes = merge_bytes(max(map(merged.bytes_of, merged.names)))
     limit = find_host_limit()
     room = spare_bytes(limit)
-    if needed > room:
+    if needed_bytes > room:
         raise MemoryBudgetError(
-            f"merging holds one tensor at a time and needs {format_bytes(needed)}; "
+            f"merging holds one tensor at a time and needs {format_bytes(needed_bytes)}; "
             f"{limit.source} leaves {format_bytes(room)} of {format_bytes(limit.num_bytes)}: run "
             "it on a machine with more memory"
         )
 
 
-def _split_into_files(merged: MergedModel) -> list[list[str]]:
+def _split_into_files(merged_model: MergedModel) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    filled = 0
-    for name in merged.names:
-        num_bytes = merged.bytes_of(name)
-        if shards[-1] and filled + num_bytes > SHARD_BYTES:
+    file_bytes = 0
+    for name in merged_model.names:
+        num_bytes = merged_model.bytes_of(name)
+        if shards[-1] and file_bytes + num_bytes > SHARD_BYTES:
             shards.append([])
-            filled = 0
+            file_bytes = 0
         shards[-1].append(name)
-        filled += num_bytes
+        file_bytes += num_bytes
     return shards
 
 
@@ -300,15 +302,15 @@ def _accompanies_weights(file: Path) -> bool:
     An adapter's configuration would make transformers look for an adapter of the merged model, and
     a quantization config (ModelOpt's, GPTQ's) a server look for scales that merged weights lack.
     """
-    others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
-    return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
+    endings = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
+    return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(endings)
 
 
 def _write_rope_scaling(file: Path, base: Path, scaling: Mapping[str, Any]) -> None:
     """Write model.rope_scaling into a copy of the base's config.json."""
     content = json.loads(file.read_text(encoding="utf-8"))
-    scaled = apply_rope_scaling_to_json(read_config(base), content, scaling)
-    file.write_text(json.dumps(scaled, indent=2), encoding="utf-8")
+    scaled_config = apply_rope_scaling_to_json(read_config(base), content, scaling)
+    file.write_text(json.dumps(scaled_config, indent=2), encoding="utf-8")
 
 
 def _describe_merged_weights_in_config(file: Path, dtype: torch.dtype | None) -> None:
@@ -344,12 +346,14 @@ def _repeats_tokenizer_json(file: Path) -> bool:
 
     SGLang takes that file for tokens of the adapter's own; some versions refuse such adapters.
     """
-    whole = file.with_name("tokenizer.json")
-    if file.name != "added_tokens.json" or not whole.is_file():
+    tokenizer_file = file.with_name("tokenizer.json")
+    if file.name != "added_tokens.json" or not tokenizer_file.is_file():
         return False
-    added, tokenizer = (json.loads(one.read_text(encoding="utf-8")) for one in (file, whole))
-    known = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    return dict(added).items() <= known.items()
+    added_ids, tokenizer = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (file, tokenizer_file)
+    )
+    known_ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return dict(added_ids).items() <= known_ids.items()
 
 
 def _copy_without_auto_map(file: Path, out: Path) -> None:

@@ -56,11 +56,11 @@ def find_base_name(base: Path) -> BaseName:
     """Return the name of the base model in the folder ``base``, resolving links into the cache."""
     path = Path(os.path.abspath(base))
     for location in (path, path.resolve()):
-        if (cached := find_name_and_revision(location)) is not None:
-            name, revision = cached
+        if (cache_entry := find_name_and_revision(location)) is not None:
+            name, revision = cache_entry
             return BaseName(name, name, revision)
-    named = (part for part in reversed(path.parts) if not CACHE_INTERNAL_NAME.fullmatch(part))
-    return BaseName(next(named), str(path))
+    parts = (part for part in reversed(path.parts) if not CACHE_INTERNAL_NAME.fullmatch(part))
+    return BaseName(next(parts), str(path))
 
 
 # -- The model card, and the configuration of the training.
@@ -135,8 +135,8 @@ def write_model_card(
             for name in ("rank_pattern", "alpha_pattern")
             if (value := getattr(tune, name))
         )
-        scaled = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
-        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}{patterns}"
+        rslora = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
+        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{rslora}, on {targets}{patterns}"
     if state.experts:
         rows["experts"] = state.experts
     rows |= {
@@ -194,8 +194,12 @@ def _format_card(
 
 def _describe_rope_scaling(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
     """Return model.rope_scaling in words, and the scaling with which others get the same."""
-    text, same = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (trained, scaling))
-    return text if scaling == trained else f"{text}; the same for texts of all lengths: {same}"
+    text, scaling_text = (
+        ", ".join(f"{k} {v}" for k, v in fields.items()) for fields in (trained, scaling)
+    )
+    return (
+        text if scaling == trained else f"{text}; the same for texts of all lengths: {scaling_text}"
+    )
 
 
 def _warn_of_rope_scaling(scaling: Mapping[str, Any]) -> None:
@@ -212,23 +216,23 @@ def _usage_code(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | N
     An adapter contains none of its base's configuration; a merged model has a config.json, and only
     llama.cpp reads the scaling from a GGUF file.
     """
-    imports, setup, given = auto, "", ""
+    imports, setup, extra_arguments = auto, "", ""
     if scaling is not None:
         text = read_config(base, scaling).get_text_config()
         fields = {"rope_parameters": text.rope_parameters}
         lengths = ("max_position_embeddings", ORIGINAL_LENGTH_KEY)
         fields |= {k: v for k in lengths if isinstance(v := getattr(text, k, None), int)}
         if kind == "per-expert":
-            given = f", hf_overrides={fields!r}"
+            extra_arguments = f", hf_overrides={fields!r}"
         else:
-            imports, given = f"AutoConfig, {auto}", ", config=config"
+            imports, extra_arguments = f"AutoConfig, {auto}", ", config=config"
             location = (
                 '"this folder", gguf_file="model.gguf"' if kind == "gguf" else '"the base model"'
             )
             setup = f"config = AutoConfig.from_pretrained({location})\n" + "".join(
                 f"config.get_text_config().{key} = {value!r}\n" for key, value in fields.items()
             )
-    return _USAGE[kind].format(auto=auto, imports=imports, setup=setup, given=given)
+    return _USAGE[kind].format(auto=auto, imports=imports, setup=setup, given=extra_arguments)
 
 
 def _describe_data(data: DataConfig) -> Iterator[str]:
@@ -245,20 +249,22 @@ def _read_license(base: Path) -> dict[str, str]:
         return _UNKNOWN_LICENSE
     parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
     try:
-        head = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        header = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     except ValueError:
-        head = None
-    named = head.items() if isinstance(head, dict) else ()
-    found = {key: str(value) for key, value in named if "license" in str(key) and value is not None}
-    return found or _UNKNOWN_LICENSE
+        header = None
+    items = header.items() if isinstance(header, dict) else ()
+    fields = {
+        key: str(value) for key, value in items if "license" in str(key) and value is not None
+    }
+    return fields or _UNKNOWN_LICENSE
 
 
 def _auto_class(base: Path) -> str:
     """Return the transformers class that loads a whole model: its own class if it is multimodal."""
     if not (base / "config.json").is_file():
         return _CAUSAL_CLASS
-    named = read_config_json(base).get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
+    architectures = read_config_json(base).get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     return first if first.endswith("ForConditionalGeneration") else _CAUSAL_CLASS
 
 
@@ -279,8 +285,8 @@ def write_adapter_config(config: Any, base: Path, out: Path) -> None:
     Newer fields are left out if they have their default, which is how older versions behave. Whole
     numbers are written without a fraction: Ollama cannot read a lora_alpha of 32.0.
     """
-    found = find_base_name(base)
-    config.base_model_name_or_path, config.revision = found.location, found.revision
+    base_name = find_base_name(base)
+    config.base_model_name_or_path, config.revision = base_name.location, base_name.revision
     config.inference_mode = True
     default = type(config)().to_dict()
     fields = {
@@ -341,13 +347,13 @@ def _copy_missing_templates(base: Path, out: Path) -> None:
     for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
         (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
-    copied = out / TOKENIZER_CONFIG
-    settings = json.loads(copied.read_text("utf-8")) if copied.is_file() else {}
+    config_file = out / TOKENIZER_CONFIG
+    settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
     if (out / TEMPLATE).exists() or settings.get("chat_template"):
         return
-    if found := read_processor_template(base):
-        named = found[1] if isinstance(found[1], dict) else {"default": found[1]}
-        for name, text in named.items():
+    if entry := read_processor_template(base):
+        templates = entry[1] if isinstance(entry[1], dict) else {"default": entry[1]}
+        for name, text in templates.items():
             file = out / TEMPLATE if name == "default" else out / OTHER_TEMPLATES / f"{name}.jinja"
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")

@@ -82,9 +82,9 @@ def export_gguf(
     config = transformers_config.to_dict()
     config["max_position_embeddings"] = position_limit(transformers_config, scaling)
     architecture = _architecture_of(config)
-    merged = MergedModel(checkpoint, tune, base, dtype)
-    require_merge_memory(merged)
-    regions = _tensor_regions(architecture, config, merged)
+    merged_model = MergedModel(checkpoint, tune, base, dtype)
+    require_merge_memory(merged_model)
+    regions = _tensor_regions(architecture, config, merged_model)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
         name, divisors = "rope_freqs.weight", llama3_frequency_divisors(transformers_config)
         shape = tuple(divisors.shape)
@@ -113,48 +113,52 @@ def _architecture_of(config: dict[str, Any]) -> str:
     """
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or {}
-    sliding = config.get("use_sliding_window", True) and config.get("sliding_window")
+    window = config.get("use_sliding_window", True) and config.get("sliding_window")
     llama_cpp = _ARCHITECTURES.get(str(kind), "")
     heads, width = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
     head_dim = config.get("head_dim") or width // heads
-    why = None
+    reason = None
     if kind not in _ARCHITECTURES:
-        why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
+        reason = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
     elif rope.get("rope_type", "default") not in ("default", _LLAMA3, *_SCALED_ROPE_TYPES):
-        why = f"its rotary positions are scaled ({rope['rope_type']})"
-    elif other := _yarn_differences(rope):
-        why = f"its rotary positions are scaled (yarn) with {', '.join(other)}"
+        reason = f"its rotary positions are scaled ({rope['rope_type']})"
+    elif differences := _yarn_differences(rope):
+        reason = f"its rotary positions are scaled (yarn) with {', '.join(differences)}"
     elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
-        why = f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
+        reason = (
+            f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
+        )
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        why = f"only part of each head has rotary positions ({rope['partial_rotary_factor']:g})"
+        reason = f"only part of each head has rotary positions ({rope['partial_rotary_factor']:g})"
     elif llama_cpp == "qwen2" and head_dim * heads != width:
-        why = (
+        reason = (
             f"its {heads} heads of {head_dim} values do not add up to hidden_size={width}, as "
             "llama.cpp's qwen2 requires"
         )
-    elif sliding and sliding < config.get("max_position_embeddings", 0):
-        why = f"its attention only sees {sliding} tokens (sliding_window)"
+    elif window and window < config.get("max_position_embeddings", 0):
+        reason = f"its attention only sees {window} tokens (sliding_window)"
     elif config.get("hidden_act", "silu") != "silu":
-        why = f"hidden_act={config['hidden_act']}, expected silu"
-    if why is not None:
-        raise ConfigError(f"--to gguf does not write this model: {why}; {_ALTERNATIVE}")
+        reason = f"hidden_act={config['hidden_act']}, expected silu"
+    if reason is not None:
+        raise ConfigError(f"--to gguf does not write this model: {reason}; {_ALTERNATIVE}")
     return llama_cpp
 
 
 def _yarn_differences(rope: dict[str, Any]) -> list[str]:
-    """Return the YaRN settings of a model that differ from llama.cpp's fixed values (``known``)."""
+    """Return the YaRN settings of a model that differ from llama.cpp's ``fixed_values``."""
     if rope.get("rope_type") != "yarn":
         return []
     factor = 0.1 * math.log(rope["factor"]) + 1.0
-    known = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": factor}
-    has = {key: rope[key] for key in (*known, "mscale", "mscale_all_dim") if rope.get(key)}
+    fixed_values = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": factor}
+    model_values = {
+        key: rope[key] for key in (*fixed_values, "mscale", "mscale_all_dim") if rope.get(key)
+    }
     if rope.get("truncate") is False:
-        has["truncate"] = False
+        model_values["truncate"] = False
     return [
         f"{key}={value}"
-        for key, value in has.items()
-        if key not in known or not math.isclose(value, known[key], rel_tol=1e-3)
+        for key, value in model_values.items()
+        if key not in fixed_values or not math.isclose(value, fixed_values[key], rel_tol=1e-3)
     ]
 
 
@@ -189,7 +193,7 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _tensor_regions(
-    architecture: str, config: dict[str, Any], merged: MergedModel
+    architecture: str, config: dict[str, Any], merged_model: MergedModel
 ) -> dict[str, Region]:
     """Return the tensors to write, by GGUF's names.
 
@@ -199,18 +203,20 @@ def _tensor_regions(
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    known = get_tensor_name_map(key, config["num_hidden_layers"])
+    gguf_names = get_tensor_name_map(key, config["num_hidden_layers"])
     regions = {}
-    for name in merged.names:
+    for name in merged_model.names:
         if name.endswith("rotary_emb.inv_freq"):  # computed from the shape
             continue
-        found = known.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None or (name.endswith(".bias") and not name.endswith(_BIASES[architecture])):
+        gguf_name = gguf_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None or (
+            name.endswith(".bias") and not name.endswith(_BIASES[architecture])
+        ):
             raise ConfigError(
                 f"--to gguf does not write this model: it has {name}, which llama.cpp's "
                 f"{architecture} has no place for; {_ALTERNATIVE}"
             )
-        regions[found] = merged.region(name)
+        regions[gguf_name] = merged_model.region(name)
     return regions
 
 
@@ -224,10 +230,12 @@ def _write_tensors(
         torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
         torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     }
-    matrices = {name: region.dtype for name, region in regions.items() if len(region.box.shape) > 1}
-    writer.add_file_type(kinds[next(iter(matrices.values()))][1])
+    matrix_dtypes = {
+        name: region.dtype for name, region in regions.items() if len(region.box.shape) > 1
+    }
+    writer.add_file_type(kinds[next(iter(matrix_dtypes.values()))][1])
     for name, region in regions.items():
-        dtype = matrices.get(name, torch.float32)
+        dtype = matrix_dtypes.get(name, torch.float32)
         num_bytes, values = dtype.itemsize * region.box.num_values, np.dtype(f"u{dtype.itemsize}")
         writer.add_tensor_info(name, region.box.shape, values, num_bytes, kinds[dtype][0])
     writer.write_header_to_file()
@@ -236,11 +244,11 @@ def _write_tensors(
     progress = Progress("writing", len(regions))
     num_heads = config["num_attention_heads"]
     heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
-    for done, (name, region) in enumerate(regions.items(), 1):
-        dtype = matrices.get(name, torch.float32)
+    for num_written, (name, region) in enumerate(regions.items(), 1):
+        dtype = matrix_dtypes.get(name, torch.float32)
         rotary_heads = heads.get(name.split(".")[-2]) if architecture == "llama" else None
         writer.write_tensor_data(_integer_bits(region, dtype, rotary_heads))
-        progress.update(done)
+        progress.update(num_written)
     progress.close()
     for file in writer.fout:
         file.flush()
@@ -284,11 +292,13 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     split_rule = _pre_tokenizer_name(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
     kinds = [_UNUSED_TOKEN] * num_tokens
-    found = [(number, text, _NORMAL_TOKEN) for text, number in tokenizer["model"]["vocab"].items()]
+    entries = [
+        (number, text, _NORMAL_TOKEN) for text, number in tokenizer["model"]["vocab"].items()
+    ]
     for token in tokenizer.get("added_tokens", []):
         kind = _CONTROL_TOKEN if token["special"] else _USER_DEFINED_TOKEN
-        found.append((token["id"], token["content"], kind))
-    for number, text, kind in found:
+        entries.append((token["id"], token["content"], kind))
+    for number, text, kind in entries:
         if number < num_tokens:
             tokens[number], kinds[number] = text, kind
     writer.add_tokenizer_model("gpt2")
@@ -303,8 +313,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
 
 def _pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for how a byte-level BPE tokenizer splits text."""
-    model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
+    model, pre_tokenizer = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     types = [step.get("type") for step in steps]
     is_bytes = model.get("type") == "BPE" and types[-1:] == ["ByteLevel"]
     if is_bytes and not model.get("merges"):

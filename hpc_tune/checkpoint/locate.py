@@ -86,8 +86,10 @@ def retry_with_newest_checkpoint(
         except (HpcTuneError, OSError):
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
-        gone, (checkpoint, _) = checkpoint, _find_newest_checkpoint(path)
-        log.info("%s was removed by its run, which still runs: using %s", gone, checkpoint.name)
+        removed_path, (checkpoint, _) = checkpoint, _find_newest_checkpoint(path)
+        log.info(
+            "%s was removed by its run, which still runs: using %s", removed_path, checkpoint.name
+        )
     return work(checkpoint)
 
 
@@ -125,12 +127,12 @@ def read_template(run_dir: Path, chat_template: str | None) -> str | None:
     """
     if chat_template is None:
         return None
-    kept = run_dir / TEMPLATE_FILE
+    file = run_dir / TEMPLATE_FILE
     try:
-        return kept.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the run used the chat template {chat_template}, but the run's copy of it, {kept}, "
+            f"the run used the chat template {chat_template}, but the run's copy of it, {file}, "
             f"cannot be read ({error}{find_remedy(error)}); put the template there"
         ) from None
 
@@ -147,25 +149,29 @@ def describe_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool
     lines, all_valid = _outcome_lines(path), True
     if lines and not (path / "checkpoints").is_dir():
         return [*lines, "no checkpoint yet"], True
-    is_one = (path / MANIFEST).is_file()
+    is_checkpoint = (path / MANIFEST).is_file()
     seen: list[Path] = []
     for _ in range(_MAX_ATTEMPTS):
-        new = [p for p in ([path] if is_one else _open_store(path).step_folders()) if p not in seen]
+        new = [
+            p
+            for p in ([path] if is_checkpoint else _open_store(path).step_folders())
+            if p not in seen
+        ]
         seen += new
         for checkpoint in new:
             try:
                 lines.append(_describe_checkpoint(checkpoint, check_bytes))
             except (CheckpointError, UnreadableError, OSError) as error:
-                if is_one or checkpoint.is_dir():  # else its active run has removed it
+                if is_checkpoint or checkpoint.is_dir():  # else its active run has removed it
                     all_valid = False
                     lines.append(f"{checkpoint.name}  {_damage_label(error)}: {error}")
         if not new:
             break
     lines += _mixture_lines(seen)
-    for aside in [] if is_one else _open_store(path).list_superseded_checkpoints():
+    for folder in [] if is_checkpoint else _open_store(path).list_superseded_checkpoints():
         lines.append(
-            f"{aside.name}  put aside: the run resumed from an earlier one; remove it if you do "
-            f"not need it, or resume from it with checkpoint.resume={aside}"
+            f"{folder.name}  put aside: the run resumed from an earlier one; remove it if you do "
+            f"not need it, or resume from it with checkpoint.resume={folder}"
         )
     return lines, all_valid
 
@@ -211,35 +217,35 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     if check_bytes:
         verify(checkpoint)
     num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
-    verified = "every byte verified" if check_bytes else "not verified (--verify)"
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
+    verification = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
-        f"{written}  {describe_axes(state.layout, always=state.layout)}  {verified}"
+        f"{date}  {describe_axes(state.layout, always=state.layout)}  {verification}"
     )
 
 
 def _outcome_lines(path: Path) -> list[str]:
-    ended = outcome.read_outcome(path)
-    if ended is not None and {"status", "reason"} <= ended.keys():
-        return [f"outcome: {ended['status']} ({ended['reason']})"]
-    last = outcome.read_heartbeats(path)
-    if not last:
+    final_outcome = outcome.read_outcome(path)
+    if final_outcome is not None and {"status", "reason"} <= final_outcome.keys():
+        return [f"outcome: {final_outcome['status']} ({final_outcome['reason']})"]
+    beats = outcome.read_heartbeats(path)
+    if not beats:
         return []
-    silent_s = time.time() - max(beat.time for beat in last)
+    silent_s = time.time() - max(beat.time for beat in beats)
     if silent_s < DEAD_HEARTBEAT_S and not owner.has_owner_died(path):
         return [
-            f"outcome: none yet, the run is {last[0].phase}{outcome.describe_silence(silent_s)}"
+            f"outcome: none yet, the run is {beats[0].phase}{outcome.describe_silence(silent_s)}"
         ]
-    return [f"outcome: {outcome.describe_last_heartbeats(last)}"]
+    return [f"outcome: {outcome.describe_last_heartbeats(beats)}"]
 
 
 def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
         if (path / RESOLVED_CONFIG).is_file():
-            why = (outcome.read_outcome(path) or {}).get("reason", "it has not reached a save")
-            raise ConfigError(f"{path} has no checkpoint: {why}")
+            reason = (outcome.read_outcome(path) or {}).get("reason", "it has not reached a save")
+            raise ConfigError(f"{path} has no checkpoint: {reason}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
             f"(with {MANIFEST} in it){owner.similar_runs_hint(path)}"

@@ -41,22 +41,24 @@ class MergedModel:
         """Index a checkpoint and its base; ``dtype`` None: each tensor keeps its own."""
         self._stored, self._trained = index_model_directory(base), index_checkpoint(checkpoint)
         self._tune, self._base, self._dtype = tune, base, dtype
-        trained = self._trained
+        trained_index = self._trained
         self._adapted: dict[str, str] = {}
-        for name in trained.shapes:
+        for name in trained_index.shapes:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(LORA_A):
                 layer = name.removesuffix(LORA_A)
                 self._adapted[self._adapted_tensor_name(layer)] = layer
         # Modules trained in full beside an adapter, and trained rows of the embedding.
-        of_adapter = (name for name in trained.shapes if name.startswith(ADAPTER_PREFIX))
-        beside = [name for name in of_adapter if not adapted_layer(name)]
-        rows = {
+        adapter_names = (name for name in trained_index.shapes if name.startswith(ADAPTER_PREFIX))
+        non_lora_names = [name for name in adapter_names if not adapted_layer(name)]
+        row_weights = {
             name: f"{name.removesuffix(TOKEN_DELTA_SUFFIX)}.weight"
-            for name in beside
+            for name in non_lora_names
             if TOKEN_DELTA_SUFFIX in name
         }
-        self._rows = {self._base_tensor_name(weight): name for name, weight in rows.items()}
-        self._replaced = {self._base_tensor_name(name): name for name in beside if name not in rows}
+        self._rows = {self._base_tensor_name(weight): name for name, weight in row_weights.items()}
+        self._replaced = {
+            self._base_tensor_name(name): name for name in non_lora_names if name not in row_weights
+        }
 
     def _adapted_tensor_name(self, layer: str) -> str:
         stack = self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))
@@ -65,43 +67,53 @@ class MergedModel:
     @functools.cached_property
     def _expert_stacks(self) -> Mapping[str, AdaptedTensor]:
         """Stacks of experts, by the name of the adapter's layer."""
-        stored = self._stored.shapes.items()
-        may_be = any(len(shape) == 3 or ".experts." in name for name, shape in stored)
+        shapes = self._stored.shapes.items()
+        may_have_experts = any(len(shape) == 3 or ".experts." in name for name, shape in shapes)
         return (
-            self._storage.stacks if may_be and has_experts(read_language_config(self._base)) else {}
+            self._storage.stacks
+            if may_have_experts and has_experts(read_language_config(self._base))
+            else {}
         )
 
     @functools.cached_property
     def _parts_by_stored_name(self) -> Mapping[str, tuple[str, StoredPart]]:
         """For each stored tensor that is part of a joined one: that tensor's name, and the part."""
-        joined = self._storage.index.joined if self._expert_stacks else {}
+        joined_tensors = self._storage.index.joined if self._expert_stacks else {}
         return {
-            part.stored.name: (name, part) for name, one in joined.items() for part in one.parts
+            part.stored.name: (name, part)
+            for name, tensor in joined_tensors.items()
+            for part in tensor.parts
         }
 
     def _base_tensor_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
         candidates = [path, path.partition(".")[2]]
-        if stored := [one for one in candidates if one in self._stored.shapes]:
-            return stored[0]
-        names, known = self._storage.names, self._storage.index.shapes
-        if renamed := names.renamed_tensors.get(path):
-            return renamed
+        if stored_names := [
+            candidate for candidate in candidates if candidate in self._stored.shapes
+        ]:
+            return stored_names[0]
+        names, known_shapes = self._storage.names, self._storage.index.shapes
+        if new_name := names.renamed_tensors.get(path):
+            return new_name
         # whole_model_name: for old runs, which did not know their model as part of a whole one.
-        if joined := [one for one in (*candidates, names.whole_model_name(path)) if one in known]:
-            return joined[0]
+        if known_names := [
+            candidate
+            for candidate in (*candidates, names.whole_model_name(path))
+            if candidate in known_shapes
+        ]:
+            return known_names[0]
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property
     def _transposed_names(self) -> frozenset[str]:
         """The tensors stored transposed; only looked up if a shape shows that any may be."""
         shapes = self._trained.shapes
-        straight = all(
+        shapes_match = all(
             self._stored.shapes.get(name)  # None: joined from several tensors
             == (shapes[layer + LORA_B][0], shapes[layer + LORA_A][1])
             for name, layer in self._adapted.items()
         )
-        return frozenset() if straight else self._storage.transposed_tensors
+        return frozenset() if shapes_match else self._storage.transposed_tensors
 
     @functools.cached_property
     def _storage(self) -> ModelFileLayout:
@@ -124,8 +136,8 @@ class MergedModel:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor gets."""
-        stored = self._stored.dtypes[name]
-        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+        dtype = self._stored.dtypes[name]
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def bytes_of(self, name: str) -> int:
         """Return the size of a tensor."""
@@ -138,14 +150,14 @@ class MergedModel:
 
     def _merge_tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        whole, part = self._parts_by_stored_name.get(name, (name, None))
-        if whole in self._trained.shapes or whole in self._replaced:
+        whole_name, part = self._parts_by_stored_name.get(name, (name, None))
+        if whole_name in self._trained.shapes or whole_name in self._replaced:
             box = Box.cover_tensor(tuple(out.shape)) if part is None else part.box
             values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
-            self._trained.fill(values, self._replaced.get(whole, whole), box.offset)
+            self._trained.fill(values, self._replaced.get(whole_name, whole_name), box.offset)
             if part is not None:
                 out.copy_(part.view(values))
-        elif (layer := self._adapted.get(whole)) is None:
+        elif (layer := self._adapted.get(whole_name)) is None:
             self._stored.fill(out, name)
         elif (stack := self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
             self._add_expert_adapters(out, name, layer, stack)
@@ -154,19 +166,19 @@ class MergedModel:
         if name in self._rows:
             rows = self._trained.read(self._rows[name])
             out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
-        if (found := find_non_finite(out)) is not None and self._is_changed(name):
+        if (non_finite := find_non_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{name} cannot be merged: its value at {list(found.position)} would be "
-                f"{found.value:g} in {kind}"
+                f"{name} cannot be merged: its value at {list(non_finite.position)} would be "
+                f"{non_finite.value:g} in {kind}"
                 + _ALTERNATIVES.get(out.dtype, "; the checkpoint, or its base, is damaged")
             )
         return out
 
     def _is_changed(self, name: str) -> bool:
-        changed = (self._trained.shapes, self._adapted, self._replaced, self._rows)
-        whole, _ = self._parts_by_stored_name.get(name, (name, None))
-        return self._dtype is not None or any(whole in names for names in changed)
+        changed_names = (self._trained.shapes, self._adapted, self._replaced, self._rows)
+        whole_name, _ = self._parts_by_stored_name.get(name, (name, None))
+        return self._dtype is not None or any(whole_name in names for names in changed_names)
 
     def _add_expert_adapters(
         self, out: torch.Tensor, name: str, layer: str, stack: AdaptedTensor
@@ -202,8 +214,8 @@ class MergedModel:
         scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (self._trained.read(layer + end) for end in (LORA_A, LORA_B))
         _, part = self._parts_by_stored_name.get(name, (name, None))
-        own = slice(None) if part is None else part.box.slices()[0]
-        b = b[own]
+        part_rows = slice(None) if part is None else part.box.slices()[0]
+        b = b[part_rows]
         if name in self._transposed_names:
             a, b = b.t(), a.t()
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
@@ -213,7 +225,7 @@ class MergedModel:
             self._stored.fill(block, name, (start, 0))
             block.addmm_(b[start : start + rows], a, alpha=scale)
             if self._tune.method == "dora":
-                magnitude = self._trained.read(layer + MAGNITUDE)[own]
-                wanted = magnitude[start : start + rows]
-                block *= (wanted / block.norm(dim=1)).unsqueeze(1)
+                magnitude = self._trained.read(layer + MAGNITUDE)[part_rows]
+                block_magnitude = magnitude[start : start + rows]
+                block *= (block_magnitude / block.norm(dim=1)).unsqueeze(1)
             out[start : start + rows] = block

@@ -41,11 +41,11 @@ class Evals:
 
         ``chosen``: for preferences, the log-probability of chosen answers.
         """
-        now, best, since_best = (step, loss), self.best, self.since_best + 1
+        new_eval, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
-            best, since_best = now, 0
+            best, since_best = new_eval, 0
         streak = () if chosen is None else facts.extend_falling_streak(self.chosen, chosen)
-        return Evals(self.first or now, now, best, since_best, streak)
+        return Evals(self.first or new_eval, new_eval, best, since_best, streak)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evals":
@@ -130,14 +130,16 @@ class RunState:
             CheckpointError: if this version cannot read it.
         """
         names = set(setting_names())
-        known = {
+        known_settings = {
             section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
             for section, fields in self.config.items()
         }
-        if gone := flatten(self.config).keys() - names:
-            log.warning("%s: removed settings are ignored: %s", where, ", ".join(sorted(gone)))
+        if removed_names := flatten(self.config).keys() - names:
+            log.warning(
+                "%s: removed settings are ignored: %s", where, ", ".join(sorted(removed_names))
+            )
         try:
-            return RunConfig.model_validate(known)
+            return RunConfig.model_validate(known_settings)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
@@ -157,10 +159,10 @@ def check_resume(
     Raises:
         ConfigError: lists every difference that is not allowed.
     """
-    other = "" if saved_state.model_identity == identity else "it is not the checkpoint's model"
-    if not other and saved_state.has_other_weights(sample):
-        other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
-    require_same_settings(saved_state, settings, other)
+    mismatch = "" if saved_state.model_identity == identity else "it is not the checkpoint's model"
+    if not mismatch and saved_state.has_other_weights(sample):
+        mismatch = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
+    require_same_settings(saved_state, settings, mismatch)
     warnings = _list_changes(saved_state, settings, "warn")
     if saved_state.total_steps != total_steps:
         warnings.append(
@@ -178,24 +180,28 @@ def require_same_settings(saved_state: RunState, settings: Settings, other_model
     Raises:
         ConfigError: lists every difference that is not allowed.
     """
-    refused = [f"model.path: {other_model}"] if other_model else []
-    refused += _list_changes(saved_state, settings, "same")
-    if refused:
+    differences = [f"model.path: {other_model}"] if other_model else []
+    differences += _list_changes(saved_state, settings, "same")
+    if differences:
         raise ConfigError(
             "the checkpoint belongs to a different run and cannot be resumed:\n"
-            + "\n".join(f"  - {line}" for line in refused)
+            + "\n".join(f"  - {line}" for line in differences)
             + "\nUse the old values, or another run.dir."
         )
 
 
 def _list_changes(saved_state: RunState, settings: Settings, kind: ResumeRule) -> list[str]:
     # A setting that an earlier version lacked counts as having its default.
-    before, now = flatten(RunConfig().model_dump()) | flatten(saved_state.config), flatten(settings)
+    saved_values, new_values = (
+        flatten(RunConfig().model_dump()) | flatten(saved_state.config),
+        flatten(settings),
+    )
     return [
-        f"{name}: {before[name]} in the checkpoint, {now[name]} now"
+        f"{name}: {saved_values[name]} in the checkpoint, {new_values[name]} now"
         for name, facts in setting_facts().items()
         if facts.resume == kind
-        and _normalize(before[name], facts.unordered) != _normalize(now[name], facts.unordered)
+        and _normalize(saved_values[name], facts.unordered)
+        != _normalize(new_values[name], facts.unordered)
     ]
 
 

@@ -68,10 +68,10 @@ class Store:
         """Return the committed checkpoints, oldest first, without looking inside."""
         if not self.folder.is_dir():
             return []
-        named = [
+        matches = [
             (m, p) for p in self.folder.iterdir() if (m := _STEP_NAME_PATTERN.fullmatch(p.name))
         ]
-        return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
+        return [p for _, p in sorted(matches, key=lambda pair: int(pair[0][1]))]
 
     def list_superseded_checkpoints(self) -> list[Path]:
         """Return the checkpoints from abandoned branches of the run, kept for the user."""
@@ -121,20 +121,20 @@ class Store:
             "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in files},
             "state": state,
         }
-        final = temporary.with_suffix("")
+        final_path = temporary.with_suffix("")
         try:
             _write_manifest(temporary, body)
             raise_if_obsolete()
-            if final.exists():  # it was damaged, or the run resumed from an earlier step
-                _supersede(final)
-            temporary.rename(final)
+            if final_path.exists():  # it was damaged, or the run resumed from an earlier step
+                _supersede(final_path)
+            temporary.rename(final_path)
             sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"{final} cannot be committed: {error}{find_remedy(error)}"
+                f"{final_path} cannot be committed: {error}{find_remedy(error)}"
             ) from None
-        self.prune(final, raise_if_obsolete)
-        return final
+        self.prune(final_path, raise_if_obsolete)
+        return final_path
 
     def abandon(self, temporary: Path) -> None:
         """Remove the files of an unfinished checkpoint."""
@@ -149,18 +149,18 @@ class Store:
         """
         step_folders = self.step_folders()
         end = step_folders.index(newest) + 1
-        old = step_folders[: max(0, end - self._keep)]
+        old_folders = step_folders[: max(0, end - self._keep)]
         try:
             for path in step_folders[end:]:
                 raise_if_obsolete()
                 _supersede(path)
-            stays = self._best_checkpoints(step_folders[:end]) | {
-                p for p in old if self._is_kept_by_step(p)
+            kept_folders = self._best_checkpoints(step_folders[:end]) | {
+                p for p in old_folders if self._is_kept_by_step(p)
             }
             for leftover in self.folder.glob("step-*.tmp"):
                 raise_if_obsolete()
                 shutil.rmtree(leftover)
-            for path in (p for p in old if p not in stays):
+            for path in (p for p in old_folders if p not in kept_folders):
                 raise_if_obsolete()
                 _remove_checkpoint(path)
         except OSError as error:
@@ -249,9 +249,9 @@ def _retry_read(file: Path, operation: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno in _DAMAGE_ERRNOS:
                 raise CheckpointError(f"{file} cannot be read: {error}") from None
-            if is_permission_error(error.errno) and (whose := find_remedy(error, file)):
-                words = f"{file} cannot be read: {error.strerror}{whose}"
-                raise NoRightError(words) from None
+            if is_permission_error(error.errno) and (remedy := find_remedy(error, file)):
+                message = f"{file} cannot be read: {error.strerror}{remedy}"
+                raise NoRightError(message) from None
             if wait_s is None:
                 raise UnreadableError(
                     f"{file} cannot be read: {error.strerror}, {len(_RETRY_WAITS_S) + 1} "
@@ -299,10 +299,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(content)
         body = {key: manifest[key] for key in ("format", "files", "state")}
-        intact = manifest["sha256"] == _hash_of(body)
+        is_intact = manifest["sha256"] == _hash_of(body)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from None
-    if not intact:
+    if not is_intact:
         raise CheckpointError(f"{file} is damaged: its SHA-256 does not fit its content")
     if body["format"] != FORMAT:
         raise CheckpointError(
@@ -351,10 +351,10 @@ def sync_and_hash(file: Path) -> WrittenFile:
 
 def _remove_checkpoint(path: Path) -> None:
     """Rename a checkpoint first, so that an interrupted removal leaves only a .tmp."""
-    doomed = path.with_name(path.name + ".old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    tmp_path = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    path.rename(tmp_path)
+    shutil.rmtree(tmp_path)
 
 
 def _supersede(path: Path) -> None:
@@ -364,14 +364,14 @@ def _supersede(path: Path) -> None:
         OSError: if the file system refuses.
     """
     for number in count(1):
-        again = f".{number}" if number > 1 else ""
-        aside = path.with_name(f"{path.name}{again}{_SUPERSEDED_SUFFIX}")
-        if not aside.exists():
+        suffix = f".{number}" if number > 1 else ""
+        new_path = path.with_name(f"{path.name}{suffix}{_SUPERSEDED_SUFFIX}")
+        if not new_path.exists():
             break
-    path.rename(aside)
+    path.rename(new_path)
     log.warning(
         "the run has resumed from a checkpoint before %s, which is kept as %s: remove it if you "
         "do not need it, or resume from it with checkpoint.resume",
         path.name,
-        aside,
+        new_path,
     )

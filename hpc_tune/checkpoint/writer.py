@@ -103,12 +103,12 @@ class PinnedBlockPool:
         blocks after the next one; none after ``keep_between_saves(False)``.
         """
         with self._lock:
-            most = max(len(self._free), len(blocks)) if self._keeps else 0
-            kept = [*self._free, *blocks]
-            self._free = kept[:most]
+            max_blocks = max(len(self._free), len(blocks)) if self._keeps else 0
+            all_blocks = [*self._free, *blocks]
+            self._free = all_blocks[:max_blocks]
         blocks.clear()
-        if len(kept) > most:
-            del kept
+        if len(all_blocks) > max_blocks:
+            del all_blocks
             empty_pinned_cache()
 
     def release(self) -> None:
@@ -183,22 +183,22 @@ def choose_staging_bytes(
 
 def total_block_bytes(regions: Sequence[Region]) -> int:
     """Return the bytes of the blocks that hold copies of ``regions``."""
-    last = max((piece.block for piece in split_into_pieces(regions)), default=-1)
-    return (last + 1) * PIECE_BYTES
+    last_block = max((piece.block for piece in split_into_pieces(regions)), default=-1)
+    return (last_block + 1) * PIECE_BYTES
 
 
 def split_into_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
     """Yield the pieces of ``regions`` in the order in which they are written."""
-    at = 0
+    position = 0
     for number, region in enumerate(regions):
         itemsize, numel, start = region.dtype.itemsize, region.box.num_values, 0
-        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        position = -(-position // _ALIGNMENT) * _ALIGNMENT
         while start < numel:
-            block, offset = divmod(at, PIECE_BYTES)
+            block, offset = divmod(position, PIECE_BYTES)
             stop = min(numel, start + (PIECE_BYTES - offset) // itemsize)
             num_bytes = (stop - start) * itemsize
             yield StagedPiece(number, start, stop, block, offset, num_bytes)
-            start, at = stop, at + num_bytes
+            start, position = stop, position + num_bytes
 
 
 # -- The thread that writes a rank's tensors.
@@ -289,12 +289,12 @@ class CheckpointWriter:
 
     def _copy_last_pieces(self) -> int:
         """Copy as many of the last pieces as the budget allows; return the first one's number."""
-        left, first = self._budget_bytes, len(self._pieces)
+        remaining_bytes, first = self._budget_bytes, len(self._pieces)
         while first > self._next + 1:
             piece = self._pieces[first - 1]
-            if piece.num_bytes > left:
+            if piece.num_bytes > remaining_bytes:
                 break
-            left -= piece.num_bytes
+            remaining_bytes -= piece.num_bytes
             first -= 1
             self._copies[first] = self._piece_values(piece).to("cpu", copy=True)
         return first

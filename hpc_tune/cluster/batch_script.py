@@ -35,14 +35,14 @@ def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
         ConfigError: if the settings contradict each other.
     """
     image, name = settings.image, settings.section
-    binds = [one if ":" in one else f"{one}:{one}" for one in (str(folder), *settings.binds)]
+    binds = [bind if ":" in bind else f"{bind}:{bind}" for bind in (str(folder), *settings.binds)]
     if not image:
         if settings.binds:
             raise ConfigError(
                 f"{name}.binds needs {name}.image; without it, give {name}.container its own --bind"
             )
         return f"{launch} {settings.container}".strip()
-    if wrong := [one for one in binds if "," in one or one.count(":") > 2]:
+    if wrong := [bind for bind in binds if "," in bind or bind.count(":") > 2]:
         raise ConfigError(
             f"{name}.binds: {', '.join(wrong)}: expected FOLDER, FOLDER:WHERE or FOLDER:WHERE:ro, "
             "and no comma, which has another meaning for containers"
@@ -50,8 +50,8 @@ def wrap_in_container(settings: JobConfig, launch: str, folder: Path) -> str:
     is_edf, is_pyxis = image.endswith(".toml"), image.endswith(".sqsh") or _is_remote(image)
     if not is_edf and not is_pyxis:
         gpus = f" {_GPU_OPTIONS[settings.gpu_maker]}" if settings.gpus_per_node else ""
-        bound = shlex.quote(",".join(binds))
-        command = f"{settings.container or _APPTAINER}{gpus} --bind {bound}"
+        bind_list = shlex.quote(",".join(binds))
+        command = f"{settings.container or _APPTAINER}{gpus} --bind {bind_list}"
         return f"{launch} {command} {shlex.quote(image)}"
     kind = "an EDF file" if is_edf else "an image for Pyxis"
     if not launch.startswith("srun"):

@@ -91,8 +91,8 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     """
     if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
         return None
-    was, environ[GPU_AWARE_VARIABLE] = environ[GPU_AWARE_VARIABLE], "0"
-    return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI sends nothing from GPUs here"
+    old_value, environ[GPU_AWARE_VARIABLE] = environ[GPU_AWARE_VARIABLE], "0"
+    return f"{GPU_AWARE_VARIABLE}=0 instead of {old_value}: MPI sends nothing from GPUs here"
 
 
 def _read_hydra_claim(environ: Environ) -> Claim | None:
@@ -101,10 +101,10 @@ def _read_hydra_claim(environ: Environ) -> Claim | None:
         return None
     if "MPI_LOCALNRANKS" not in environ and is_srun_step(environ):
         return None
-    intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environ)
+    is_intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environ)
     return read_claim(
         environ,
-        "intelmpi" if intel else "mpich",
+        "intelmpi" if is_intel else "mpich",
         LIBMPI_OF_MPICH,
         rank="PMI_RANK",
         size="PMI_SIZE",
@@ -181,13 +181,13 @@ def _read_pals_claim(environ: Environ) -> Claim | None:
     if "PALS_RANKID" not in environ:
         return None
     # srun --mpi=cray_shasta sets the rank but not the size.
-    of_srun = "PMI_SIZE" not in environ and is_srun_step(environ)
+    is_srun = "PMI_SIZE" not in environ and is_srun_step(environ)
     return read_claim(
         environ,
         "pals",
         LIBMPI_OF_MPICH,
         rank="PALS_RANKID",
-        size=STEP_NUM_TASKS_VARIABLE if of_srun else "PMI_SIZE",
+        size=STEP_NUM_TASKS_VARIABLE if is_srun else "PMI_SIZE",
         local_rank="PALS_LOCAL_RANKID",
         local_size="PALS_LOCAL_SIZE",
     )
@@ -346,7 +346,7 @@ def find_launcher_kind(command: str) -> LauncherKind | None:
     if not name.startswith(_MPIRUNS):
         return None
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [command, "--version"],
             capture_output=True,
             text=True,
@@ -355,9 +355,9 @@ def find_launcher_kind(command: str) -> LauncherKind | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    said = done.stdout + done.stderr
+    output = result.stdout + result.stderr
     return next(
-        (kind for sign, kind in _VERSION_SIGNS if re.search(sign, said, re.IGNORECASE)), None
+        (kind for sign, kind in _VERSION_SIGNS if re.search(sign, output, re.IGNORECASE)), None
     )
 
 
@@ -369,14 +369,14 @@ def read_hosts(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
             lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return {}
-    elif listed := _option_value(words, _HOST_LIST_OPTIONS):
-        lines = listed.split(",")
+    elif host_list := _option_value(words, _HOST_LIST_OPTIONS):
+        lines = host_list.split(",")
     hosts: dict[str, int | None] = {}
     for line in lines:
-        found = re.match(r"\s*([^\s:#]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?", line)
-        if found:
-            count = found[2] or found[3]
-            hosts[found[1]] = int(count) if count else None
+        match = re.match(r"\s*([^\s:#]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?", line)
+        if match:
+            count = match[2] or match[3]
+            hosts[match[1]] = int(count) if count else None
     return hosts
 
 
@@ -410,8 +410,8 @@ def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]
     """
     if Path(words[0]).name != "srun":
         return [*words], {*_DAEMONS, *(Path(word).name for word in words)}
-    if (given := _option_value(words, ("-J", "--job-name"))) is not None:
-        return [*words], {given}
+    if (given_name := _option_value(words, ("-J", "--job-name"))) is not None:
+        return [*words], {given_name}
     return [words[0], f"--job-name={name}", *words[1:]], {name}
 
 
@@ -419,13 +419,19 @@ def restrict_to_nodes(
     words: Sequence[str], kind: LauncherKind, ranks: Mapping[str, int], hostfile: Path
 ) -> list[str]:
     """Return the command for these ``ranks`` per node, in this order; mpirun reads ``hostfile``."""
-    number = sum(ranks.values())
+    num_ranks = sum(ranks.values())
     if kind == "srun":
-        own = [f"--nodes={len(ranks)}", f"--ntasks={number}", f"--nodelist={','.join(ranks)}"]
-        return [words[0], *own, *_strip_options(words, _SRUN_NODE_OPTIONS)]
-    rest = _strip_options(words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS))
-    hosts = {"openmpi": "--hostfile", "hydra": "-f", "pals": "--hostfile"}[kind]
-    return [words[0], hosts, str(hostfile), "-n", str(number), *rest]
+        options = [
+            f"--nodes={len(ranks)}",
+            f"--ntasks={num_ranks}",
+            f"--nodelist={','.join(ranks)}",
+        ]
+        return [words[0], *options, *_strip_options(words, _SRUN_NODE_OPTIONS)]
+    other_words = _strip_options(
+        words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS)
+    )
+    hostfile_option = {"openmpi": "--hostfile", "hydra": "-f", "pals": "--hostfile"}[kind]
+    return [words[0], hostfile_option, str(hostfile), "-n", str(num_ranks), *other_words]
 
 
 def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
@@ -458,29 +464,29 @@ def _count_values(option: str) -> int:
 
 
 def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:
-    own = list(_launcher_words(words))
-    for place, word in enumerate(own):
+    launcher_words = list(_launcher_words(words))
+    for position, word in enumerate(launcher_words):
         name, has_value, value = word.partition("=")
         if name in names and has_value:
             return value
         if word in names:
-            return own[place + 1] if place + 1 < len(own) else None
-        if (glued := re.fullmatch(r"(-[nNwx])(\d\S*)", word)) and glued[1] in names:
-            return glued[2]
+            return launcher_words[position + 1] if position + 1 < len(launcher_words) else None
+        if (match := re.fullmatch(r"(-[nNwx])(\d\S*)", word)) and match[1] in names:
+            return match[2]
     return None
 
 
 def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    own, kept, skip = list(_launcher_words(words)), [], False
-    for word in own:
+    launcher_words, kept_words, skip = list(_launcher_words(words)), [], False
+    for word in launcher_words:
         is_glued = re.fullmatch(r"(-[nNwx])\d\S*", word)
         if skip:
             skip = False
         elif word in names:
             skip = True
         elif word.partition("=")[0] not in names and not (is_glued and is_glued[1] in names):
-            kept.append(word)
-    return [*kept, *words[1 + len(own) :]]
+            kept_words.append(word)
+    return [*kept_words, *words[1 + len(launcher_words) :]]
 
 
 # -- A command of hpc_tune in its own process, which is not a rank.

@@ -49,17 +49,17 @@ def find_silent_nodes(
     """
     if not nodes:
         return {}
-    added = {**os.environ, **environment}
+    full_environment = {**os.environ, **environment}
     with ThreadPoolExecutor(_MAX_PARALLEL_PROBES) as pool:
-        whys = pool.map(lambda node: _explain_silence(command(node), added), nodes)
-    found = {node: why for node, why in zip(nodes, whys, strict=True) if why}
-    if len(found) == len(nodes):
+        reasons = pool.map(lambda node: _explain_silence(command(node), full_environment), nodes)
+    silent_nodes = {node: reason for node, reason in zip(nodes, reasons, strict=True) if reason}
+    if len(silent_nodes) == len(nodes):
         log.warning(
             "no node could be probed (%s): probably the probe itself fails, so no node is left out",
-            found[nodes[0]],
+            silent_nodes[nodes[0]],
         )
         return {}
-    return found
+    return silent_nodes
 
 
 def _explain_silence(argv: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -77,13 +77,13 @@ def _explain_silence(argv: Sequence[str], environment: Mapping[str, str]) -> str
     except OSError as error:
         return f"a probe failed: {error}"
     try:
-        _, said = process.communicate(timeout=PROBE_LIMIT_S)
+        _, stderr = process.communicate(timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
         _end_process(process)
         return f"a probe had no answer in {PROBE_LIMIT_S:.0f} s"
     if process.returncode == 0:
         return ""
-    summary = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
+    summary = next((line.strip() for line in stderr.splitlines() if re.search(r"\w", line)), "")
     return f"a probe failed: {summary or f'exit code {process.returncode}'}"
 
 
@@ -181,11 +181,11 @@ class JobNodes:
 
     def explain_node_shortage(self) -> str | None:
         """Return why the job cannot continue with the nodes that are left; None if it can."""
-        left, of = len(self._usable_nodes), len(self._job_nodes)
-        if not self.can_choose_nodes or left >= self._min_num_nodes:
+        num_left, num_job_nodes = len(self._usable_nodes), len(self._job_nodes)
+        if not self.can_choose_nodes or num_left >= self._min_num_nodes:
             return None
         minimum = f"{self._section}.min_nodes={self._min_num_nodes}"
-        return f"{left} of {of} nodes are left, fewer than {minimum}"
+        return f"{num_left} of {num_job_nodes} nodes are left, fewer than {minimum}"
 
     def command(self) -> LaunchCommand:
         """Return the command of the next start, on as many nodes as wanted if they are left.
@@ -195,9 +195,9 @@ class JobNodes:
         self._wait_for_steps()
         if self._slurm is not None:
             self._guard.keep_running(self._usable_nodes)
-        shared = OVERLAP_VARIABLES if self._shares_steps else {}
+        variables = OVERLAP_VARIABLES if self._shares_steps else {}
         if not self.can_choose_nodes or not (self.left_out or self.spares):
-            return LaunchCommand(self._launch, shared, list(self._job_nodes))
+            return LaunchCommand(self._launch, variables, list(self._job_nodes))
         use = self._usable_nodes[: self._num_wanted_nodes]
         axes: dict[str, int] | None = {}
         if len(use) < self._num_wanted_nodes:
@@ -212,7 +212,7 @@ class JobNodes:
         )
         summary += f", with {' '.join(settings)}" if settings else ""
         return LaunchCommand(
-            words, shared, use, num_missing_nodes, settings, summary if num_missing_nodes else ""
+            words, variables, use, num_missing_nodes, settings, summary if num_missing_nodes else ""
         )
 
     def _fit_layout(self, nodes: Sequence[str]) -> dict[str, int] | None:
@@ -240,53 +240,57 @@ class JobNodes:
             self._slurm.find_unhealthy_nodes(self._usable_nodes) if self._slurm is not None else {}
         )
         if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, for later
-            lost = {node: why for node, why in lost.items() if _DRAIN_STATE not in why}
-        rest = [node for node in self._usable_nodes if node not in lost]
+            lost = {node: reason for node, reason in lost.items() if _DRAIN_STATE not in reason}
+        healthy = [node for node in self._usable_nodes if node not in lost]
         lost |= find_silent_nodes(
-            rest, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
+            healthy, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
         )
-        named = {
+        reasons = {
             node: suspects[name]
             for name in suspects
             if (node := self._find_node(name)) is not None and node in used_nodes
         }
-        if len(named) == len(used_nodes):
-            named = {}
-        named = {node: why for node, why in named.items() if node in self._usable_nodes}
-        at_once = {self._find_node(name) for name in certain_suspects}
-        again = {node for node in named if node not in at_once | self._suspects}
-        twice = {node for node in named if node in self._suspects}
+        if len(reasons) == len(used_nodes):
+            reasons = {}
+        reasons = {node: reason for node, reason in reasons.items() if node in self._usable_nodes}
+        certain_nodes = {self._find_node(name) for name in certain_suspects}
+        retried_nodes = {node for node in reasons if node not in certain_nodes | self._suspects}
+        repeated_nodes = {node for node in reasons if node in self._suspects}
         if not lost:
-            self._suspects |= again
-            for node in sorted(again):
+            self._suspects |= retried_nodes
+            for node in sorted(retried_nodes):
                 log.warning(
-                    "node %s is tried once more before it is left out: %s", node, named[node]
+                    "node %s is tried once more before it is left out: %s", node, reasons[node]
                 )
-        found = lost or {node: why for node, why in named.items() if node not in again}
-        if not found and not again and not has_cause:
-            found = self._swap_in_spare(used_nodes, has_progressed)
-        self.left_out |= found
+        faulty_nodes = lost or {
+            node: reason for node, reason in reasons.items() if node not in retried_nodes
+        }
+        if not faulty_nodes and not retried_nodes and not has_cause:
+            faulty_nodes = self._swap_in_spare(used_nodes, has_progressed)
+        self.left_out |= faulty_nodes
         self._lost = lost
-        return found, bool(lost or twice)
+        return faulty_nodes, bool(lost or repeated_nodes)
 
     def end_steps(self) -> None:
         """End the remaining steps of the last start, which would otherwise keep nodes and GPUs."""
         self._lost = {}
         if self._slurm is not None:
-            own = self._slurm.steps(self._steps) - (self._earlier_steps or set())
-            self._slurm.end(own, _LOST_STEP_END_LIMIT_S)
+            steps = self._slurm.steps(self._steps) - (self._earlier_steps or set())
+            self._slurm.end(steps, _LOST_STEP_END_LIMIT_S)
 
     def _wait_for_steps(self) -> None:
         """Wait until the last start's steps are gone, but not for steps on lost nodes."""
         if self._slurm is None:
             return
-        own = self._slurm.steps(self._steps)
-        left = set() if self._earlier_steps is None else own - self._earlier_steps
-        if left and (self._lost or not self._slurm.end(left, _STEP_END_LIMIT_S)):
+        steps = self._slurm.steps(self._steps)
+        remaining_steps = set() if self._earlier_steps is None else steps - self._earlier_steps
+        if remaining_steps and (
+            self._lost or not self._slurm.end(remaining_steps, _STEP_END_LIMIT_S)
+        ):
             log.warning(
                 "Slurm still lists the step %s, as it does after a node is lost: the next step "
                 "shares its resources",
-                ", ".join(sorted(left)),
+                ", ".join(sorted(remaining_steps)),
             )
             self._shares_steps = True
         self._earlier_steps = self._slurm.steps(self._steps)
@@ -304,14 +308,14 @@ class JobNodes:
         """Return the number of ranks of each node, empty if not known."""
         if self._kind is None:
             return {}
-        each = launchers.read_ranks_per_node(self._launch)
-        number = launchers.read_num_ranks(self._launch, self._kind)
-        given = {node: count for node, count in self._job_nodes.items() if count is not None}
-        if len(given) == len(self._job_nodes) and number in (None, sum(given.values())):
-            return given
-        if each is None and number is not None and number % self._num_wanted_nodes == 0:
-            each = number // self._num_wanted_nodes
-        return {} if each is None else dict.fromkeys(self._job_nodes, each)
+        per_node = launchers.read_ranks_per_node(self._launch)
+        num_ranks = launchers.read_num_ranks(self._launch, self._kind)
+        counts = {node: count for node, count in self._job_nodes.items() if count is not None}
+        if len(counts) == len(self._job_nodes) and num_ranks in (None, sum(counts.values())):
+            return counts
+        if per_node is None and num_ranks is not None and num_ranks % self._num_wanted_nodes == 0:
+            per_node = num_ranks // self._num_wanted_nodes
+        return {} if per_node is None else dict.fromkeys(self._job_nodes, per_node)
 
     def _num_ranks(self, nodes: Sequence[str]) -> int:
         return sum(self._counts[node] for node in nodes)
@@ -375,10 +379,10 @@ class LauncherOutputParser:
     def _copy(self, stream: IO[bytes]) -> None:
         rest = b""
         with stream:
-            while new := os.read(stream.fileno(), _CHUNK_BYTES):
+            while chunk := os.read(stream.fileno(), _CHUNK_BYTES):
                 with contextlib.suppress(OSError):  # the launcher must not block on a full pipe
-                    os.write(2, new)
-                *lines, rest = (rest + new).split(b"\n")
+                    os.write(2, chunk)
+                *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     self.read(line.decode(errors="replace"))
                 rest = rest[-_CHUNK_BYTES:]
@@ -423,7 +427,7 @@ class LauncherOutputParser:
 
 def find_lost_hosts(outcome: Mapping[str, Any]) -> dict[str, str]:
     """Return the hosts that a failed run's outcome.json calls gone, and why."""
-    listed = outcome.get("lost_hosts")
-    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    lost_hosts = outcome.get("lost_hosts")
+    names = [str(name) for name in lost_hosts] if isinstance(lost_hosts, list) else []
     reason = str(outcome.get("reason", ""))
     return dict.fromkeys(names or _GONE_HOST.findall(reason), "the run says that it is gone")

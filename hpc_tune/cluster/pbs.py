@@ -37,8 +37,8 @@ def _requeue_command(job_id: str) -> list[str]:
     if script is None:  # the user's own script, which says how with --requeue
         return []
     if shutil.which("qsub") is None or not Path(script).is_file():
-        what = f"{script} is not a file" if shutil.which("qsub") else "qsub is not on PATH here"
-        log.warning("%s: the next job cannot be submitted when this one's time is over", what)
+        problem = f"{script} is not a file" if shutil.which("qsub") else "qsub is not on PATH here"
+        log.warning("%s: the next job cannot be submitted when this one's time is over", problem)
         return []
     return [
         "qsub",
@@ -52,14 +52,14 @@ def _requeue_command(job_id: str) -> list[str]:
 def _qsub_options(job_text: str) -> Iterator[str]:
     """Yield the options that qsub was given for a job, from qstat: the command line's included."""
     job_text = job_text.replace("\n\t", "")  # long lines are wrapped
-    told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", job_text, re.MULTILINE))
+    attributes = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", job_text, re.MULTILINE))
     # The queue of the submission: one that a routing queue has chosen may accept no jobs directly.
-    options = {"-q": os.environ.get("PBS_O_QUEUE"), "-A": told.get("Account_Name")}
+    options = {"-q": os.environ.get("PBS_O_QUEUE"), "-A": attributes.get("Account_Name")}
     for option, value in options.items():
         if value:
             yield from (option, value)
     for name in _RESOURCES:
-        if value := told.get(f"Resource_List.{name}"):
+        if value := attributes.get(f"Resource_List.{name}"):
             yield from ("-l", f"{name}={value}")
 
 
@@ -83,16 +83,16 @@ def render(
     lines = ["#!/bin/bash -l", *(f"#PBS {option}{value}" for _, option, value in directives)]
     lines += ["#PBS -j oe", "#PBS -r y", *(f"#PBS {option}" for option in settings.options)]
     lines += environment_lines(settings, folder, variables)
-    limit = round(settings.limit_s)
-    clock = f"{limit // 3600:02d}:{limit // 60 % 60:02d}:{limit % 60:02d}"
+    limit_s = round(settings.limit_s)
+    walltime = f"{limit_s // 3600:02d}:{limit_s // 60 % 60:02d}:{limit_s % 60:02d}"
     lines += [f"export {_SCRIPT_VARIABLE}=$0 HPC_TUNE_LEAVE_BEFORE={settings.leave_before:.0f}"]
-    lines += [_END_LINES.format(walltime=clock)]
+    lines += [_END_LINES.format(walltime=walltime)]
     return "\n".join([*lines, supervise, ""])
 
 
 def _format_launch_command(settings: PbsConfig) -> str:
-    each = settings.ranks_per_node
-    return settings.launch or f"mpiexec -n {settings.nodes * each} --ppn {each}"
+    per_node = settings.ranks_per_node
+    return settings.launch or f"mpiexec -n {settings.nodes * per_node} --ppn {per_node}"
 
 
 def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]:
@@ -114,8 +114,8 @@ def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]
 
 
 def _format_select_chunk(settings: PbsConfig) -> str:
-    each = settings.ranks_per_node
-    parts = [f"ncpus={each * settings.cpus_per_task}", f"mpiprocs={each}"]
+    per_node = settings.ranks_per_node
+    parts = [f"ncpus={per_node * settings.cpus_per_task}", f"mpiprocs={per_node}"]
     parts += [f"ngpus={settings.gpus_per_node}"] if settings.gpus_per_node else []
     parts += [f"mem={settings.memory}"] if settings.memory else []
     return ":".join(parts)

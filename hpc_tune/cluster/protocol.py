@@ -173,11 +173,11 @@ def _claim_without_nodes(environ: Environ) -> Claim | None:
     if claim.size == 1 and claim.rank in (0, None):
         return None
     if missing := [name for name in TORCH_VARIABLES if not environ.get(name)]:
-        given = ", ".join(
+        assignments = ", ".join(
             f"{name}={environ[name]}" for name in TORCH_VARIABLES if environ.get(name)
         )
         raise WorldError(
-            f"the environment has {given}, but not {', '.join(missing)}: a launcher sets "
+            f"the environment has {assignments}, but not {', '.join(missing)}: a launcher sets "
             f"{', '.join(TORCH_VARIABLES)} for each rank. Set them, start with mpirun, srun or "
             "torchrun, or unset them all for a single process"
         )

@@ -98,7 +98,9 @@ def granted_cpus(environ: Environ) -> int | None:
 
 def counts_energy(name: str) -> bool:
     """Whether the scheduler of this name may have counted the energy of its jobs."""
-    return any(one.name == name and one.ask_energy is not None for one in SCHEDULERS)
+    return any(
+        scheduler.name == name and scheduler.ask_energy is not None for scheduler in SCHEDULERS
+    )
 
 
 def ask_job_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
@@ -106,5 +108,7 @@ def ask_job_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEn
 
     It may take many seconds.
     """
-    asked = next((one.ask_energy for one in SCHEDULERS if one.name == name), None)
-    return [] if asked is None else asked(starts)
+    ask_energy = next(
+        (scheduler.ask_energy for scheduler in SCHEDULERS if scheduler.name == name), None
+    )
+    return [] if ask_energy is None else ask_energy(starts)

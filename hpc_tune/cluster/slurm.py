@@ -76,7 +76,7 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
         return []
     command = ["sacct", "-n", "-P", "-D", "-j", ",".join(jobs), f"--format={_FIELDS}"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -92,23 +92,23 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
         return [JobEnergy(job, why="there is no sacct here") for job in jobs]
     except OSError as error:
         return [JobEnergy(job, why=f"sacct: {error.strerror or error}") for job in jobs]
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [JobEnergy(job, why=f"sacct says {said}") for job in jobs]
-    return parse_energies(done.stdout, [start for start in starts if start[0] in jobs])
+    if result.returncode:
+        message = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        return [JobEnergy(job, why=f"sacct says {message}") for job in jobs]
+    return parse_energies(result.stdout, [start for start in starts if start[0] in jobs])
 
 
 def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     """Return the energy of each execution of a job, from sacct's rows (pure)."""
     rows = list(_parse_rows(text))
-    found: dict[tuple[str, float | None], JobEnergy] = {}
+    energies: dict[tuple[str, float | None], JobEnergy] = {}
     for job, time_s in starts:
         job_row = next((r for r in rows if r.job == job and not r.step and r.ran_at(time_s)), None)
         if job_row is None:
-            found[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
+            energies[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
         else:
-            found[job, job_row.begin_s] = _job_energy(job_row, rows)
-    return list(found.values())
+            energies[job, job_row.begin_s] = _job_energy(job_row, rows)
+    return list(energies.values())
 
 
 def _job_energy(job_row: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
@@ -139,8 +139,8 @@ def _parse_rows(text: str) -> Iterator[_SacctRow]:
 
 
 def _parse_joules(text: str) -> float | None:
-    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_ENERGY_J
-    return float(text) if known else None
+    is_known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_ENERGY_J
+    return float(text) if is_known else None
 
 
 STEP_NUM_TASKS_VARIABLE = "SLURM_STEP_NUM_TASKS"
@@ -167,20 +167,20 @@ def is_srun_step(environ: Environ) -> bool:
 def _read_slurm_claim(environ: Environ) -> Claim | None:
     if not is_srun_step(environ):
         return None
-    plain = _claim_without_mpi(environ)
+    claim = _claim_without_mpi(environ)
     # A task may start ranks itself, as deepspeed's launcher does on each node.
     sets_all = all(name in environ for name in (*TORCH_VARIABLES, "LOCAL_RANK"))
-    if sets_all and environ["WORLD_SIZE"] != str(plain.size):
+    if sets_all and environ["WORLD_SIZE"] != str(claim.size):
         return None
     # One task is often an interactive shell (srun --pty bash), whose PMI server serves one MPI_Init
     # only.
-    if plain.size == 1:
-        return plain
+    if claim.size == 1:
+        return claim
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm"):
-        return replace(plain, launcher="srun-pmix", libmpi=LIBMPI_OF_OPEN_MPI)
+        return replace(claim, launcher="srun-pmix", libmpi=LIBMPI_OF_OPEN_MPI)
     if "PMI_RANK" in environ:
-        return replace(plain, launcher="srun-pmi2", libmpi=LIBMPI_OF_MPICH)
-    return plain
+        return replace(claim, launcher="srun-pmi2", libmpi=LIBMPI_OF_MPICH)
+    return claim
 
 
 def _claim_without_mpi(environ: Environ) -> Claim:
@@ -269,7 +269,7 @@ SRUN = Launcher(
 
 def _memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:
     """Yield the bytes granted by --mem and --mem-per-cpu (in MB; 0 means all of the node's)."""
-    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{what}", "") for what in ("NODE", "CPU"))
+    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{unit}", "") for unit in ("NODE", "CPU"))
     cpus = _granted_cpus(environ)
     if per_node.isdigit() and int(per_node):
         yield int(per_node) << 20, "SLURM_MEM_PER_NODE"
@@ -312,8 +312,8 @@ def _search_scontrol_job(job_id: str, pattern: str, limit_s: float) -> str | Non
     """Return the group of ``pattern`` in what scontrol shows of a job, if it answers."""
     # A time format that the user has set would not be understood.
     command = ("scontrol", "show", "job", job_id)
-    shown = read_output(*command, limit_s=limit_s, SLURM_TIME_FORMAT="standard")
-    match = re.search(pattern, shown, re.MULTILINE)
+    output = read_output(*command, limit_s=limit_s, SLURM_TIME_FORMAT="standard")
+    match = re.search(pattern, output, re.MULTILINE)
     return None if match is None else match[1]
 
 
@@ -425,21 +425,27 @@ class SlurmNodes:
 
         If Slurm does not answer, all nodes count as usable.
         """
-        shown = _search_scontrol_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
-        held = expand_nodelist(shown) if shown else list(nodes)
+        nodelist = _search_scontrol_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
+        job_nodes = expand_nodelist(nodelist) if nodelist else list(nodes)
         states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
-        found = {
+        unhealthy_nodes = {
             node: _explain_unhealthy_state(state)
             for node, state in zip(states[::2], states[1::2], strict=False)
             if node in nodes and _UNHEALTHY_STATE.fullmatch(state)
         }
-        lost = {node: "Slurm has taken it out of the job" for node in nodes if node not in held}
-        return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
+        lost_nodes = {
+            node: "Slurm has taken it out of the job" for node in nodes if node not in job_nodes
+        }
+        return {
+            node: (lost_nodes | unhealthy_nodes).get(node, "")
+            for node in nodes
+            if node in lost_nodes | unhealthy_nodes
+        }
 
     def steps(self, names: Container[str] | None = None) -> set[str]:
         """Return the job's steps started by srun, such as ``7.0``; only ``names`` if given."""
-        listed = read_output("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
-        words = [line.split(maxsplit=1) for line in listed]
+        lines = read_output("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
+        words = [line.split(maxsplit=1) for line in lines]
         parts = [
             word[0].rpartition(".")
             for word in words
@@ -449,13 +455,13 @@ class SlurmNodes:
 
     def end(self, steps: Iterable[str], limit_s: float) -> bool:
         """End steps; return whether they have gone within ``limit_s`` seconds."""
-        left = set(steps) & self.steps()
-        if not left:
+        remaining_steps = set(steps) & self.steps()
+        if not remaining_steps:
             return True
-        until_s = time.monotonic() + limit_s
-        read_output("scancel", *sorted(left))
-        while left := left & self.steps():
-            if time.monotonic() > until_s:
+        deadline_s = time.monotonic() + limit_s
+        read_output("scancel", *sorted(remaining_steps))
+        while remaining_steps := remaining_steps & self.steps():
+            if time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
         return True
@@ -463,9 +469,9 @@ class SlurmNodes:
 
 def _explain_unhealthy_state(state: str) -> str:
     name = state.rstrip("*")
-    said = [f"is {name}"] if _UNHEALTHY_STATE.fullmatch(name) else []
-    said += ["does not respond"] if state.endswith("*") else []
-    return f"Slurm says that it {' and '.join(said)}"
+    problems = [f"is {name}"] if _UNHEALTHY_STATE.fullmatch(name) else []
+    problems += ["does not respond"] if state.endswith("*") else []
+    return f"Slurm says that it {' and '.join(problems)}"
 
 
 # -- Requeues a Slurm job whose first node is lost.
@@ -512,11 +518,13 @@ class RequeueGuard:
 
     def keep_running(self, nodes: Sequence[str]) -> None:
         """Start the step on one of ``nodes`` unless it already runs there."""
-        others = [node for node in nodes if node != self._first_node]
-        runs = self._child is not None and self._child.poll() is None and self._node in others
-        if runs or not others or self._first_node not in nodes:
+        other_nodes = [node for node in nodes if node != self._first_node]
+        is_running = (
+            self._child is not None and self._child.poll() is None and self._node in other_nodes
+        )
+        if is_running or not other_nodes or self._first_node not in nodes:
             return
-        self._node = others[0]
+        self._node = other_nodes[0]
         words = ["srun", "--no-kill", f"--job-name={GUARD_STEP_NAME}", "--nodes=1", "--ntasks=1"]
         words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
         words += [

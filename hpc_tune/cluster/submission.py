@@ -60,18 +60,20 @@ def choose_scheduler(
     sections: dict[str, JobConfig] = {"slurm": slurm_config, "pbs": pbs_config}
     if scheduler_name is not None:
         return sections[scheduler_name]
-    given = [name for name, section in sections.items() if section.is_given]
-    here = find_schedulers()
-    if len(given) == 1:
-        return sections[given[0]]
-    if len(here) == 1:
-        return sections[here[0]]
-    if not given and not here:
+    given_names = [name for name, section in sections.items() if section.is_given]
+    host_schedulers = find_schedulers()
+    if len(given_names) == 1:
+        return sections[given_names[0]]
+    if len(host_schedulers) == 1:
+        return sections[host_schedulers[0]]
+    if not given_names and not host_schedulers:
         return slurm_config
-    is_said = "has a slurm and a pbs section" if given else "has neither a slurm nor a pbs section"
-    found = "sbatch and qsub" if here else "neither sbatch nor qsub"
+    given_text = (
+        "has a slurm and a pbs section" if given_names else "has neither a slurm nor a pbs section"
+    )
+    found_commands = "sbatch and qsub" if host_schedulers else "neither sbatch nor qsub"
     raise ConfigError(
-        f"this host has {found}, and the configuration {is_said}: choose one with "
+        f"this host has {found_commands}, and the configuration {given_text}: choose one with "
         "--scheduler slurm or --scheduler pbs"
     )
 
@@ -112,10 +114,10 @@ def submit_job(script: str, settings: JobConfig, folder: Path, environ: Environ)
     if settings.section == "pbs":
         _require_pbs(words[0])
     _make_output_folder(settings, folder)
-    done = _run_command(words, script, _inherited_variables(environ))
-    if done.returncode:
-        raise ConfigError(f"{words[0]} refused: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    result = _run_command(words, script, _inherited_variables(environ))
+    if result.returncode:
+        raise ConfigError(f"{words[0]} refused: {result.stderr.strip()}")
+    return result.stdout.strip().partition(";")[0]
 
 
 def status_command(settings: JobConfig, job: str) -> str:
@@ -124,12 +126,12 @@ def status_command(settings: JobConfig, job: str) -> str:
 
 
 def _run_command(
-    words: Sequence[str], given: str, environ: Environ | None
+    words: Sequence[str], input_text: str, environ: Environ | None
 ) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
             words,
-            input=given,
+            input=input_text,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
@@ -151,11 +153,11 @@ def _require_pbs(command: str) -> None:
     Raises:
         ConfigError: unless it belongs to PBS Pro or OpenPBS.
     """
-    done = _run_command((command, "--version"), "", None)
-    said = f"{done.stdout}\n{done.stderr}"
-    if "pbs_version" in said:
+    result = _run_command((command, "--version"), "", None)
+    output = f"{result.stdout}\n{result.stderr}"
+    if "pbs_version" in output:
         return
-    first = next((line.strip() for line in said.splitlines() if line.strip()), "nothing")
+    first = next((line.strip() for line in output.splitlines() if line.strip()), "nothing")
     raise ConfigError(
         f"this qsub does not belong to PBS Pro or OpenPBS, whose --version says pbs_version: it "
         f"says {first!r}. Torque and Grid Engine are not supported (their directives differ); use "
@@ -204,7 +206,7 @@ def _inherited_variables(environ: Environ) -> dict[str, str]:
     """
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)
-    left = {
+    variables = {
         name: value
         for name, value in environ.items()
         if name.startswith(_USER_PREFIXES)
@@ -213,6 +215,6 @@ def _inherited_variables(environ: Environ) -> dict[str, str]:
     log.info(
         "this shell is in job %s; the new job does not get its %d variables (SLURM_*, PMI*)",
         environ["SLURM_JOB_ID"],
-        len(environ) - len(left),
+        len(environ) - len(variables),
     )
-    return left
+    return variables

@@ -51,8 +51,8 @@ class TorchBuild:
     def description(self) -> str:
         """Return it in words."""
         kinds = (("CUDA", self.cuda), ("ROCm", self.rocm))
-        built = next((f"for {name} {version}" for name, version in kinds if version), "")
-        return f"torch {self.version} is built {built or 'for no GPUs'}"
+        target = next((f"for {name} {version}" for name, version in kinds if version), "")
+        return f"torch {self.version} is built {target or 'for no GPUs'}"
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ def find_unused_gpus(
     reason, if any. ``root``: where the kernel's /dev, /proc and /sys are. Intel's GPUs lead to an
     error in any job: their sites grant whole nodes.
     """
-    granted = find_granted_gpus(environ)
-    present = count_present_gpus(root)
+    grants = find_granted_gpus(environ)
+    gpus = count_present_gpus(root)
     hiding_variables = _hiding_variables(environ)
     in_job = find_job(environ) is not None
-    if not granted and (not present or hiding_variables):
+    if not grants and (not gpus or hiding_variables):
         return None
-    counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in present.items())
-    cause = _explain_unused_gpus(hiding_variables, build, why, present, root)
-    if granted or (in_job and "Intel" in present):
-        said = f"{granted} says that there are some" if granted else f"it has {counts}"
+    counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in gpus.items())
+    cause = _explain_unused_gpus(hiding_variables, build, why, gpus, root)
+    if grants or (in_job and "Intel" in gpus):
+        sign = f"{grants} says that there are some" if grants else f"it has {counts}"
         return UnusedGpus(
-            f"run.device=auto, and torch finds no GPU on {host}, though {said}: {cause}. To train "
+            f"run.device=auto, and torch finds no GPU on {host}, though {sign}: {cause}. To train "
             "on CPUs all the same, set run.device=cpu",
             is_error=True,
         )
@@ -110,24 +110,24 @@ def explain_cuda_failure() -> str:
 
 def find_granted_gpus(environ: Environ) -> str:
     """Return the variables by which a job was granted GPUs, with their values."""
-    given = {
+    variables = {
         n: environ[n]
         for n in (*_GRANT_VARIABLES, *VISIBILITY_VARIABLES)
         if not _means_no_gpu(environ.get(n, ""))
     }
-    if given.get(_GPU_COUNT_VARIABLE) == "0":
-        del given[_GPU_COUNT_VARIABLE]
-    file = given.get(_GPU_LIST_VARIABLE)
+    if variables.get(_GPU_COUNT_VARIABLE) == "0":
+        del variables[_GPU_COUNT_VARIABLE]
+    file = variables.get(_GPU_LIST_VARIABLE)
     if file is not None and not _read_text(Path(file)):  # Torque names one in every job
-        del given[_GPU_LIST_VARIABLE]
-    return ", ".join(f"{name}={value}" for name, value in given.items())
+        del variables[_GPU_LIST_VARIABLE]
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def count_present_gpus(root: Path = Path("/")) -> dict[GpuVendor, int]:
     """Return how many GPUs of each maker the kernel's drivers show; of Intel's only server GPUs."""
     amd = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     intel = (root / "sys/class/drm").glob("card[0-9]*/device")
-    found: dict[GpuVendor, int] = {
+    counts: dict[GpuVendor, int] = {
         "NVIDIA": len([*(root / "proc/driver/nvidia/gpus").glob("*/information")]),
         "AMD": sum(_read_text(file) not in ("", "0") for file in amd),
         # PCI class 0380: a display controller without a display, unlike a laptop's.
@@ -138,7 +138,7 @@ def count_present_gpus(root: Path = Path("/")) -> dict[GpuVendor, int]:
             if re.fullmatch(r"card\d+", device.parent.name)
         ),
     }
-    return {maker: num for maker, num in found.items() if num}
+    return {maker: num for maker, num in counts.items() if num}
 
 
 def _hiding_variables(environ: Environ) -> list[str]:
@@ -152,38 +152,40 @@ def _hiding_variables(environ: Environ) -> list[str]:
 def _explain_unused_gpus(
     hiding_variables: Sequence[str],
     build: TorchBuild,
-    why: Callable[[], str],
-    present: Mapping[GpuVendor, int],
+    torch_reason: Callable[[], str],
+    gpus: Mapping[GpuVendor, int],
     root: Path,
 ) -> str:
-    if list(present) == ["Intel"]:
+    if list(gpus) == ["Intel"]:
         return "hpc_tune does not support Intel's GPUs (torch.xpu)"
     if not build.cuda and not build.rocm:
         return f"{build.description}; {_REMEDY}, or install one that is"
     maker: GpuVendor = "AMD" if build.rocm else "NVIDIA"
-    if present and maker not in present:
-        others = " and ".join(present)
+    if gpus and maker not in gpus:
+        makers = " and ".join(gpus)
         return (
-            f"{build.description}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
+            f"{build.description}, and the GPUs here are {makers}'s; {_REMEDY}, or install another"
         )
     if maker == "NVIDIA":  # on which the variables of other makers have no effect
-        hiding_variables = [said for said in hiding_variables if said.startswith("CUDA_")]
+        hiding_variables = [
+            variable for variable in hiding_variables if variable.startswith("CUDA_")
+        ]
     if hiding_variables:
         return (
             f"{' and '.join(hiding_variables)} hides them from this process; start the step with "
             "its GPUs (srun --gpus-per-node=N), or unset it"
         )
-    if not present:
-        where = "/sys/class/kfd" if maker == "AMD" else "/proc/driver/nvidia"
+    if not gpus:
+        path = "/sys/class/kfd" if maker == "AMD" else "/proc/driver/nvidia"
         return (
-            f"{build.description}, and no driver of {maker} shows one here ({where}); compare the "
+            f"{build.description}, and no driver of {maker} shows one here ({path}); compare the "
             "job's request with the node, and the options of its container"
         )
     explain = _explain_unused_amd_gpus if maker == "AMD" else _explain_unused_nvidia_gpus
-    return explain(build, why(), root)
+    return explain(build, torch_reason(), root)
 
 
-def _explain_unused_amd_gpus(build: TorchBuild, why: str, root: Path) -> str:
+def _explain_unused_amd_gpus(build: TorchBuild, torch_reason: str, root: Path) -> str:
     kfd = root / "dev/kfd"
     if not kfd.exists():
         return "there is no /dev/kfd; start the container with --rocm, or the step with its GPUs"
@@ -193,10 +195,10 @@ def _explain_unused_amd_gpus(build: TorchBuild, why: str, root: Path) -> str:
             "(video or render)"
         )
     driver = _read_text(root / "sys/module/amdgpu/version") or "of unknown version"
-    return f"{build.description}, the driver amdgpu is {driver}{_torch_error_clause(why)}"
+    return f"{build.description}, the driver amdgpu is {driver}{_torch_error_clause(torch_reason)}"
 
 
-def _explain_unused_nvidia_gpus(build: TorchBuild, why: str, root: Path) -> str:
+def _explain_unused_nvidia_gpus(build: TorchBuild, torch_reason: str, root: Path) -> str:
     text = _read_text(root / "proc/driver/nvidia/version")
     driver = re.search(r"\b(\d{3,})\.(\d+)[.\d]*", text)
     least = _OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]))
@@ -209,12 +211,12 @@ def _explain_unused_nvidia_gpus(build: TorchBuild, why: str, root: Path) -> str:
         return "there is no /dev/nvidia0; start the container with --nv, or the step with its GPUs"
     return (
         f"{build.description}, the driver is "
-        f"{driver[0] if driver else 'of unknown version'}{_torch_error_clause(why)}"
+        f"{driver[0] if driver else 'of unknown version'}{_torch_error_clause(torch_reason)}"
     )
 
 
-def _torch_error_clause(why: str) -> str:
-    return f", and it does not start ({why})" if why else ", and torch sees none of them"
+def _torch_error_clause(reason: str) -> str:
+    return f", and it does not start ({reason})" if reason else ", and torch sees none of them"
 
 
 def _means_no_gpu(value: str) -> bool:

@@ -56,82 +56,82 @@ def find_compile_obstacle(
         return f"{train.max_steps} steps do not earn back a minute of compiling"
 
     def problems(train: TrainConfig) -> list[str]:
-        found = [*_conflicts_with_compile(train, tune)]
-        found += _check_long_row_settings(parallel, tune, train, "cuda")
+        conflicts = [*_conflicts_with_compile(train, tune)]
+        conflicts += _check_long_row_settings(parallel, tune, train, "cuda")
         if (parallel.tensor or 1) > 1:
-            found += _conflicts_with_tensor_parallel(tune, train)
+            conflicts += _conflicts_with_tensor_parallel(tune, train)
         if parallel.zero_stage == 3:
-            found += _check_zero_3(tune, train.compiles)
-        return found
+            conflicts += _check_zero_3(tune, train.compiles)
+        return conflicts
 
-    without = problems(train)
-    compiled = train.model_copy(update={"compile": True})
-    against = [problem for problem in problems(compiled) if problem not in without]
+    eager_problems = problems(train)
+    compiled_train = train.model_copy(update={"compile": True})
+    obstacles = [problem for problem in problems(compiled_train) if problem not in eager_problems]
     if parallel.context > 1:
-        against.append(f"parallel.context={parallel.context} sends messages within blocks")
-    return next(iter(against), "")
+        obstacles.append(f"parallel.context={parallel.context} sends messages within blocks")
+    return next(iter(obstacles), "")
 
 
 def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str]:
     """Return why a layout does not fit the ranks of the job that is to be submitted, if so."""
     ranks = job.nodes * job.ranks_per_node
     if parallel.fits_ranks(ranks):
-        of_weights = ranks // ((parallel.tensor or 1) * (parallel.pipeline or 1))
-        if of_weights % parallel.context == 0:
+        num_weight_ranks = ranks // ((parallel.tensor or 1) * (parallel.pipeline or 1))
+        if num_weight_ranks % parallel.context == 0:
             return []
         return [
             f"parallel.context={parallel.context} must divide the number of ranks of replicate x "
-            f"shard, and the {job.section} section asks for {of_weights} of these "
+            f"shard, and the {job.section} section asks for {num_weight_ranks} of these "
             f"({job.section}.nodes={job.nodes} of {job.ranks_per_node} ranks)"
         ]
-    needed = parallel.ranks_needed
-    asked = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
+    num_needed = parallel.ranks_needed
+    axes = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
     verb = "needs" if len(parallel.axes) == 1 else "need"
-    per_node = job.ranks_per_node if job.ranks_per_node > 1 else min(needed, 8)
+    per_node = job.ranks_per_node if job.ranks_per_node > 1 else min(num_needed, 8)
     setting = f"{job.section}.gpus_per_node={per_node}"
     if device == "cpu" or (job.tasks_per_node and not job.gpus_per_node):
         setting = f"{job.section}.tasks_per_node={per_node}"
     return [
-        f"{asked} {verb} {parallel.ranks_in_words}, and the {job.section} section asks for {ranks} "
+        f"{axes} {verb} {parallel.ranks_in_words}, and the {job.section} section asks for {ranks} "
         f"({job.section}.nodes={job.nodes} of {job.ranks_per_node}); for example "
-        f"{job.section}.nodes={-(-needed // per_node)} {setting}"
+        f"{job.section}.nodes={-(-num_needed // per_node)} {setting}"
     ]
 
 
 def _check_without_zero(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.engine == "deepspeed":
         yield "parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3"
-    needs = "needs parallel.zero_stage (the DeepSpeed engine)"
+    requirement = "needs parallel.zero_stage (the DeepSpeed engine)"
     if parallel.offload_params == "nvme":
-        yield f"parallel.offload_params=nvme {needs}"
+        yield f"parallel.offload_params=nvme {requirement}"
     if parallel.offload_optimizer != "none":
-        yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
+        yield f"parallel.offload_optimizer={parallel.offload_optimizer} {requirement}"
 
 
 def _conflicts_with_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.expert > 1."""
-    others = {
+    conflicts = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
         "parallel.offload_params": parallel.offload_params != "none",
         "train.compile": train.compiles,
     }
-    for name in (name for name, is_set in others.items() if is_set):
+    for name in (name for name, is_set in conflicts.items() if is_set):
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
 
 
 def _conflicts_with_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with rows shared by several ranks."""
-    said = f"parallel.context={parallel.context}"
+    option = f"parallel.context={parallel.context}"
     if train.compiles:
         yield (
-            f"{said} with train.compile=true is not available: the compiled blocks would contain "
+            f"{option} with train.compile=true is not available: the compiled blocks would contain "
             "communication between ranks; leave one of them out"
         )
     replicate, shard = parallel.replicate, parallel.shard
     if replicate and shard and replicate * shard % parallel.context:
         yield (
-            f"{said} must divide the number of ranks of parallel.replicate x parallel.shard, "
+            f"{option} must divide the number of ranks of parallel.replicate x parallel.shard, "
             f"which is {replicate} x {shard}; make one of the two a multiple of it"
         )
 
@@ -149,8 +149,8 @@ def _check_zero(
             f"parallel.layout=auto with parallel.zero_stage={stage}: DeepSpeed chooses its own "
             "layout; leave one of them out"
         )
-    for axis, least in {"replicate": 1, "shard": 1, "tensor": 2, "pipeline": 2}.items():
-        if (ranks := getattr(parallel, axis) or 0) >= least:
+    for axis, min_ranks in {"replicate": 1, "shard": 1, "tensor": 2, "pipeline": 2}.items():
+        if (ranks := getattr(parallel, axis) or 0) >= min_ranks:
             yield (
                 f"parallel.{axis}={ranks} with parallel.zero_stage={stage}: ZeRO splits over all "
                 f"ranks; leave {axis} out"
@@ -319,8 +319,8 @@ def allows_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool
 
 def allows_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings allow parallel.context > 1 where it divides the ranks."""
-    alone = parallel.model_copy(update={"replicate": None, "shard": None})
-    return not any(_conflicts_with_context_parallel(alone, train))
+    unset_parallel = parallel.model_copy(update={"replicate": None, "shard": None})
+    return not any(_conflicts_with_context_parallel(unset_parallel, train))
 
 
 def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
@@ -502,15 +502,15 @@ def _check_sources(data: DataConfig) -> Iterator[str]:
 def _check_held_out_data(data: DataConfig) -> Iterator[str]:
     if data.eval_sources is not None and not data.eval_sources:
         yield "data.eval_sources is an empty list; name at least one source, or leave it out"
-    said = {
+    settings = {
         f"data.eval_path={data.eval_path}": data.eval_path,
         f"data.eval_fraction={data.eval_fraction:g}": data.eval_fraction,
         "data.eval_sources": data.eval_sources,
     }
-    given = [what for what, is_set in said.items() if is_set]
-    if len(given) > 1:
+    names = [setting for setting, is_set in settings.items() if is_set]
+    if len(names) > 1:
         yield (
-            f"{' and '.join(reversed(given))} {'both' if len(given) == 2 else 'all'} say what is "
+            f"{' and '.join(reversed(names))} {'both' if len(names) == 2 else 'all'} say what is "
             "held out; leave one of them out (data.eval_path=null)"
         )
     for path in (data.path, *(source.path for source in data.sources or [])):

@@ -25,8 +25,8 @@ _SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
 
 def _require_values(columns: Any) -> Any:
     """Refuse ``{NAME:prompt}``, which YAML reads as a single key without a value."""
-    if isinstance(columns, dict) and (bare := [k for k, v in columns.items() if v is None]):
-        raise ValueError(f"{bare[0]} has no value; put a space after the colon: {{NAME: prompt}}")
+    if isinstance(columns, dict) and (names := [k for k, v in columns.items() if v is None]):
+        raise ValueError(f"{names[0]} has no value; put a space after the colon: {{NAME: prompt}}")
     return columns
 
 
@@ -93,20 +93,22 @@ def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
         return
     yield from check_source_names("data.sources", sources)
     names = [source.label for source in sources]
-    has = [_describe_amount(source) for source in sources]
-    if set(has) not in ({"weight"}, {"epochs"}):
-        said = ", ".join(f"{name} has {what}" for name, what in zip(names, has, strict=True))
+    amount_kinds = [_describe_amount(source) for source in sources]
+    if set(amount_kinds) not in ({"weight"}, {"epochs"}):
+        texts = ", ".join(
+            f"{name} has {kind}" for name, kind in zip(names, amount_kinds, strict=True)
+        )
         yield (
-            f"data.sources: {said}; give weight (its share of the learned tokens) to all of them, "
+            f"data.sources: {texts}; give weight (its share of the learned tokens) to all of them, "
             "or epochs (how often each of its documents comes) to all of them"
         )
         return
     weights = [source.weight or 0.0 for source in sources]
-    if has[0] == "weight" and abs((total := sum(weights)) - 1) > _SUM_TOLERANCE:
-        normalized = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
+    if amount_kinds[0] == "weight" and abs((total := sum(weights)) - 1) > _SUM_TOLERANCE:
+        shares = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
         yield (
             f"data.sources: the weights add up to {total:g}, and as shares of the learned tokens "
-            f"they must add up to 1; divided by their sum they are {normalized}"
+            f"they must add up to 1; divided by their sum they are {shares}"
         )
     for source in sources:
         if source.epochs is not None and source.epochs > source.max_epochs:
@@ -261,8 +263,8 @@ class DataConfig(Section):
         """Return this section as it applies to one source, without the lists of sources."""
         update = {"path": source.path, "sources": None, "eval_sources": None}
         for name in ("columns", "chat_template", "loss_on"):
-            if (own := getattr(source, name)) is not None:
-                update[name] = own
+            if (override := getattr(source, name)) is not None:
+                update[name] = override
         return self.model_copy(update=update)
 
 
@@ -333,15 +335,15 @@ def template_file(chat_template: str) -> Path:
 
 def check_template_names(data: DataConfig) -> Iterator[str]:
     """Yield a problem for each chat template that is neither a known name nor a path."""
-    given = {"data.chat_template": data.chat_template}
+    templates = {"data.chat_template": data.chat_template}
     for name in ("sources", "eval_sources"):
-        for at, source in enumerate(getattr(data, name) or []):
-            given[f"data.{name}.{at}.chat_template"] = source.chat_template
-    for name, value in given.items():
+        for index, source in enumerate(getattr(data, name) or []):
+            templates[f"data.{name}.{index}.chat_template"] = source.chat_template
+    for name, value in templates.items():
         if value is None or is_template_path(value) or value in NAMED_TEMPLATES:
             continue
-        near = difflib.get_close_matches(value.lower(), NAMED_TEMPLATES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        matches = difflib.get_close_matches(value.lower(), NAMED_TEMPLATES, 1)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
         here = f"; for the file of that name write ./{value}" if Path(value).is_file() else ""
         yield (
             f"{name}={value} is not a known chat template ({', '.join(NAMED_TEMPLATES)}), "

@@ -196,8 +196,8 @@ def _config_lines(
 
 def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[str]:
     is_pbs = machine.section == "pbs"
-    whom = "queue, and filesystems if the site asks" if is_pbs else "partition"
-    yield f"{machine.section}:  # for `hpc_tune submit`; add account and {whom}"
+    site_settings = "queue, and filesystems if the site asks" if is_pbs else "partition"
+    yield f"{machine.section}:  # for `hpc_tune submit`; add account and {site_settings}"
     yield f"  nodes: {machine.nodes}"
     yield f"  gpus_per_node: {machine.gpus}"
     yield _commented_line("cpus_per_task: 8", "cores of each rank")
@@ -267,11 +267,11 @@ def _next_commands(out: Path, machine: TargetMachine, data: str, host_bytes: int
     command = f"python -m hpc_tune {{}} --config {shlex.quote(str(out))}"
     yield f"wrote {out}. Next:"
     yield f"  {command.format(f'show {shlex.quote(data)}')}"
-    where = f"--nodes {machine.nodes} --gpus-per-node {machine.gpus} --device-memory 80GiB"
-    where += " --host-memory 512GiB"
+    flags = f"--nodes {machine.nodes} --gpus-per-node {machine.gpus} --device-memory 80GiB"
+    flags += " --host-memory 512GiB"
     if not machine.gpus:
-        where = f"--cpu --gpus-per-node 1 --host-memory {host_bytes >> 20}MiB"
-    yield f"  {command.format('plan')} {where}"
+        flags = f"--cpu --gpus-per-node 1 --host-memory {host_bytes >> 20}MiB"
+    yield f"  {command.format('plan')} {flags}"
     if machine.nodes > 1:
         yield f"  {command.format('submit')} --dry-run"
     else:

@@ -51,20 +51,22 @@ def _expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
     for setting in ("sources", "eval_sources"):
-        given = data.get(setting)
-        for at, source in enumerate(given if isinstance(given, list) else []):
+        sources = data.get(setting)
+        for index, source in enumerate(sources if isinstance(sources, list) else []):
             for key in ("path", "chat_template") if isinstance(source, dict) else ():
                 kind: PathKind = "dataset" if key == "path" else "file"
-                yield from _expand_field_in_place(f"data.{setting}.{at}.{key}", source, key, kind)
+                yield from _expand_field_in_place(
+                    f"data.{setting}.{index}.{key}", source, key, kind
+                )
 
 
 def _expand_field_in_place(
     name: str, fields: dict[Any, Any], key: str, kind: PathKind
 ) -> Iterator[str]:
     """Expand ~, $VARIABLES and hub names in ``fields[key]``; ``name``: the setting's."""
-    given = fields.get(key)
-    paths = given if isinstance(given, list) else [given]
-    for at, path in enumerate(paths):
+    value = fields.get(key)
+    paths = value if isinstance(value, list) else [value]
+    for index, path in enumerate(paths):
         if not isinstance(path, str):
             continue
         if (encoding := sys.getfilesystemencoding()) == "ascii" and not path.isascii():
@@ -80,13 +82,13 @@ def _expand_field_in_place(
             yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
             expanded = os.path.abspath(expanded)  # an export may start in another directory
-        paths[at] = expanded
-        for left in _PATH_VARIABLE.findall(expanded):
+        paths[index] = expanded
+        for variable in _PATH_VARIABLE.findall(expanded):
             yield (
-                f"{name}={path}: {left.strip('${}')} is not set in the environment; set it, or "
+                f"{name}={path}: {variable.strip('${}')} is not set in the environment; set it, or "
                 "write out the path"
             )
-    if isinstance(given, str):
+    if isinstance(value, str):
         fields[key] = paths[0]
 
 
@@ -103,22 +105,22 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
     folder = Path(path)
     try:
         if kind == "model" and is_repo_cache(folder) and not (folder / "config.json").exists():
-            found = find_snapshot(folder)
+            snapshot = find_snapshot(folder)
         else:
-            found = None if folder.exists() else find_in_cache(path, kind)
+            snapshot = None if folder.exists() else find_in_cache(path, kind)
     except OSError:  # a name that is too long for a file, or a folder that may not be read
         return path
     except ValueError as error:
         raise ConfigError(f"{name}={path}: {error}") from None
-    if found is None:
+    if snapshot is None:
         return path
-    others = ", ".join(path.name for path in found.other_paths[:5])
-    others = f"; also there: {others}" if others else ""
+    other_revisions = ", ".join(path.name for path in snapshot.other_paths[:5])
+    other_revisions = f"; also there: {other_revisions}" if other_revisions else ""
     log.info(
         "%s=%s: revision %s (%s) of the hub's cache, %s%s",
-        *(name, path, found.path.name, found.reason, found.path, others),
+        *(name, path, snapshot.path.name, snapshot.reason, snapshot.path, other_revisions),
     )
-    return str(found.path)
+    return str(snapshot.path)
 
 
 # -- Secrets must not be in files or lines that others read: recognize them, and mask them.
@@ -145,7 +147,7 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
         if len(value) >= _MIN_SECRET_CHARS and _SECRET_NAME.fullmatch(name):
             text = text.replace(value, MASK)
     return _SECRET_PATTERN.sub(
-        lambda found: next((kept for kept in found.groups() if kept), "") + MASK, text
+        lambda match: next((prefix for prefix in match.groups() if prefix), "") + MASK, text
     )
 
 
@@ -153,9 +155,9 @@ def _find_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each setting that contains a secret; the text masks the secret."""
     for name, value in settings.items():
         text = str(value)
-        if isinstance(value, str | list) and (masked := mask_secrets(text)) != text:
+        if isinstance(value, str | list) and (masked_text := mask_secrets(text)) != text:
             yield (
-                f"{name}={masked}: it contains a secret, and settings are written into files "
+                f"{name}={masked_text}: it contains a secret, and settings are written into files "
                 "and reports; leave it in the environment, which each rank inherits"
             )
 
@@ -196,14 +198,14 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 
 
 def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
-    named = [paths] if isinstance(paths, str) else list(paths or ())
-    source = ", ".join(named) or "the defaults"
+    config_files = [paths] if isinstance(paths, str) else list(paths or ())
+    source = ", ".join(config_files) or "the defaults"
     tree = (
         OmegaConf.create({})
-        if named or not uses_builtin_model_and_data(overrides)
+        if config_files or not uses_builtin_model_and_data(overrides)
         else _load_default_yaml(overrides)
     )
-    for file in named:
+    for file in config_files:
         tree.merge_with(_read_yaml(file))
     problems = []
     for override in overrides:
@@ -264,11 +266,11 @@ def uses_builtin_model_and_data(overrides: Sequence[str]) -> bool:
     for override in overrides:
         with contextlib.suppress(ConfigError):
             _apply_override(tree, override)
-    given = [_as_dict(tree).get(part) for part in ("model", "data")]
-    parts = [fields for fields in given if isinstance(fields, dict)]
-    if any(fields.get("sources") is not None for fields in parts):
+    values = [_as_dict(tree).get(part) for part in ("model", "data")]
+    sections = [fields for fields in values if isinstance(fields, dict)]
+    if any(fields.get("sources") is not None for fields in sections):
         return False
-    paths = [fields.get("path") for fields in parts]
+    paths = [fields.get("path") for fields in sections]
     return all(path is None or str(path).startswith("builtin:") for path in paths)
 
 
@@ -291,10 +293,10 @@ def _merge_with_defaults(tree: DictConfig) -> DictConfig:
     """Return the defaults overridden by ``tree``; unknown sections are kept, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
     for part, fields in _as_dict(tree).items():
-        known = isinstance(fields, dict) and part in merged
-        if known and part == "data" and fields.get("sources") is not None:
+        is_known = isinstance(fields, dict) and part in merged
+        if is_known and part == "data" and fields.get("sources") is not None:
             merged[part]["path"] = None  # drop the default; a given path is kept, to be refused
-        merged[part] = merged[part] | fields if known else fields
+        merged[part] = merged[part] | fields if is_known else fields
     return OmegaConf.create(merged)
 
 
@@ -326,33 +328,40 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     pydantic reports an error for each branch of a union and appends the branch to the location;
     users only know the field. ``source``: the files that the settings are from, in words.
     """
-    known, unknown = [*setting_names(), *_SOURCE_FIELDS], []
-    expected: dict[str, list[str]] = {}
+    known_names, unknown_keys = [*setting_names(), *_SOURCE_FIELDS], []
+    messages: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         # data.sources.0.path.str: the branch is cut off
         in_source = _SOURCE_KEY_PATTERN.match(name)
         if error["type"] == "extra_forbidden":
-            for one in _names_in_section(name, error["input"]):
-                near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (one, known)
-                hint = (_ADVICE.get(one) or _suggest_similar_name(*near)) + _scheduler_option_hint(
-                    one
+            for key in _names_in_section(name, error["input"]):
+                lookup = (
+                    (in_source[1] + in_source[3], _SOURCE_FIELDS)
+                    if in_source
+                    else (key, known_names)
                 )
-                unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
+                hint = (
+                    _ADVICE.get(key) or _suggest_similar_name(*lookup)
+                ) + _scheduler_option_hint(key)
+                unknown_keys.append(f"{key}: no such key in {source} or its overrides{hint}")
             continue
-        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+        field = next((k for k in known_names if name == k or name.startswith(k + ".")), name)
         field = in_source[0] if in_source else field
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "model_type":
             example = next(
-                (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
+                (name for name in known_names if name.startswith(f"{field}.")), f"{field}.name"
             )
             message = f"Input should be a valid dictionary of settings, such as {example}=..."
             message += _LAYOUT_ADVICE if field == "parallel" else ""
         if error["type"] == "list_type" and isinstance(error["input"], str):
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
-        expected.setdefault(f"{field}={error['input']!r}", []).append(message)
-    return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
+        messages.setdefault(f"{field}={error['input']!r}", []).append(message)
+    return [
+        *unknown_keys,
+        *(f"{value}: {'; or: '.join(alternatives)}" for value, alternatives in messages.items()),
+    ]
 
 
 def _scheduler_option_hint(name: str) -> str:
@@ -369,7 +378,7 @@ def _names_in_section(name: str, value: Any) -> list[str]:
     """Return the dotted names inside an unknown section, such as lora.r inside lora."""
     if name in _ADVICE or "." in name or not isinstance(value, dict) or not value:
         return [name]
-    return [f"{name}.{inner}" for inner in value]
+    return [f"{name}.{key}" for key in value]
 
 
 def _iterate_fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -392,8 +401,8 @@ def _read_yaml(path: str) -> DictConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(Path(path).name, _list_sibling_names(path), n=3)
-        hint = f"; similar names there: {', '.join(near)}" if near else ""
+        similar_names = difflib.get_close_matches(Path(path).name, _list_sibling_names(path), n=3)
+        hint = f"; similar names there: {', '.join(similar_names)}" if similar_names else ""
         raise ConfigError(f"--config {path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
@@ -464,8 +473,8 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         )
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
-        cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
-        hint = "; quote a setting that contains a space: 'run.tags=[a, b]'" if cut else ""
+        is_cut_off = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
+        hint = "; quote a setting that contains a space: 'run.tags=[a, b]'" if is_cut_off else ""
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
@@ -475,17 +484,17 @@ def config_flag_hint(word: str) -> str:
     return f"; pass a settings file by --config {word}" if is_file else ""
 
 
-def _suggest_similar_name(name: str, known: Sequence[str]) -> str:
+def _suggest_similar_name(name: str, known_names: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
-    same_name = [k for k in known if k.rpartition(".")[2] == last]
-    elsewhere = [k for k, facts in setting_facts().items() if last in facts.aliases.split()]
-    near = (
-        same_name
-        or elsewhere
-        or difflib.get_close_matches(name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7)
+    by_last_part = [k for k in known_names if k.rpartition(".")[2] == last]
+    by_alias = [k for k, facts in setting_facts().items() if last in facts.aliases.split()]
+    similar_names = (
+        by_last_part
+        or by_alias
+        or difflib.get_close_matches(name, [*known_names, *RunConfig.model_fields], n=3, cutoff=0.7)
     )
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
+    if similar_names:
+        return f"; did you mean {' or '.join(similar_names)}?"
     return "; python -m hpc_tune --help lists all keys"
 
 

@@ -162,5 +162,5 @@ class OptimConfig(Section):
 
     def num_decay_steps(self, total_steps: int) -> int:
         """Return the steps over which schedule=wsd decays: at most all steps after the warmup."""
-        wanted = math.ceil((self.decay_ratio or _DECAY_RATIO) * total_steps)
-        return min(wanted, total_steps - 1 - self.num_warmup_steps(total_steps))
+        decay_steps = math.ceil((self.decay_ratio or _DECAY_RATIO) * total_steps)
+        return min(decay_steps, total_steps - 1 - self.num_warmup_steps(total_steps))

@@ -181,8 +181,8 @@ class ParallelConfig(Section):
 
     def fits_ranks(self, ranks: int) -> bool:
         """Return whether the axes that are set can be laid out on ``ranks`` ranks."""
-        needed = self.ranks_needed
-        return ranks == needed or (self.takes_more_ranks and ranks % needed == 0)
+        num_needed = self.ranks_needed
+        return ranks == num_needed or (self.takes_more_ranks and ranks % num_needed == 0)
 
     @property
     def ranks_in_words(self) -> str:

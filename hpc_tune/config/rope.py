@@ -72,19 +72,19 @@ def _check_rope_scaling(raw_value: Any) -> dict[str, Any] | None:
         raise ValueError(f"Input should be a valid dictionary, such as {example}")
     kind = str(raw_value.get("rope_type", raw_value.get("type", "")))
     if kind not in _REQUIRED_KEYS:
-        found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
-        raise ValueError(f"{found}; expected one of {', '.join(ROPE_TYPES)}")
+        problem = f"rope_type={kind} is not known" if kind else "there is no rope_type"
+        raise ValueError(f"{problem}; expected one of {', '.join(ROPE_TYPES)}")
     values = {key: value for key, value in raw_value.items() if key not in ("rope_type", "type")}
-    needed, possible = _REQUIRED_KEYS[kind], ("rope_theta", *_OPTIONAL_KEYS.get(kind, ()))
+    required, optional = _REQUIRED_KEYS[kind], ("rope_theta", *_OPTIONAL_KEYS.get(kind, ()))
     problems = [
         f"{kind} needs {_ORIGINAL_LENGTH_HINT if key == ORIGINAL_LENGTH_KEY else key}"
-        for key in needed
+        for key in required
         if values.get(key) is None
     ]
     for key, value in values.items():
         is_right, expected = _VALUE_CHECKS.get(key, _POSITIVE_NUMBER)
-        if key not in (*needed, *possible):
-            problems.append(f"{kind} has no {key} (it has {', '.join((*needed, *possible))})")
+        if key not in (*required, *optional):
+            problems.append(f"{kind} has no {key} (it has {', '.join((*required, *optional))})")
         elif value is not None and not is_right(value):
             problems.append(f"{key} is {value!r}, expected {expected}")
     if not problems:
@@ -93,8 +93,8 @@ def _check_rope_scaling(raw_value: Any) -> dict[str, Any] | None:
                 problems.append(f"{high} must be above {low}")
     if problems:
         raise ValueError("; ".join(problems))
-    kept = {key: value for key, value in values.items() if value is not None}
-    return {"rope_type": kind, **kept}
+    set_values = {key: value for key, value in values.items() if value is not None}
+    return {"rope_type": kind, **set_values}
 
 
 RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check_rope_scaling)]

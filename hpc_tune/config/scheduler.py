@@ -70,8 +70,8 @@ def _check_sbatch_options(options: list[str]) -> list[str]:
             raise ValueError(
                 f"{option!r} is not an sbatch option in one word, such as --constraint=gpu"
             )
-        if instead := _OPTION_SETTINGS.get(match[1] or match[2]):
-            raise ValueError(f"{option} is set by another name here: use {instead}")
+        if replacement := _OPTION_SETTINGS.get(match[1] or match[2]):
+            raise ValueError(f"{option} is set by another name here: use {replacement}")
     return options
 
 
@@ -297,14 +297,16 @@ def _check_pbs_options(options: list[str]) -> list[str]:
         match = _PBS_OPTION.fullmatch(option)
         if match is None:
             raise ValueError(f"{option!r} is not a qsub option with its value, such as '-k doe'")
-        instead = _PBS_OPTION_SETTINGS.get(match[1])
+        replacement = _PBS_OPTION_SETTINGS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
-            instead = next((_RESOURCE_SETTINGS[n] for n in names if n in _RESOURCE_SETTINGS), None)
+            replacement = next(
+                (_RESOURCE_SETTINGS[n] for n in names if n in _RESOURCE_SETTINGS), None
+            )
         if match[1] == "W" and "depend" in names:
-            instead = "nothing: each job waits for the one before it"
-        if instead:
-            raise ValueError(f"{option} is set by another name here: use {instead}")
+            replacement = "nothing: each job waits for the one before it"
+        if replacement:
+            raise ValueError(f"{option} is set by another name here: use {replacement}")
     return options
 
 

@@ -100,9 +100,9 @@ class MemoryConfig(Section):
 
 
 def _require_distinct_names(names: str | None) -> str | None:
-    given = [name.strip() for name in (names or "").split(",")]
-    if twice := sorted({name for name in given if given.count(name) > 1}):
-        raise ValueError(f"named more than once: {', '.join(twice)}; name each interface once")
+    interfaces = [name.strip() for name in (names or "").split(",")]
+    if duplicates := sorted({name for name in interfaces if interfaces.count(name) > 1}):
+        raise ValueError(f"named more than once: {', '.join(duplicates)}; name each interface once")
     return names
 
 

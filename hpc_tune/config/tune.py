@@ -254,8 +254,8 @@ class TuneConfig(Section):
     @property
     def router_losses(self) -> dict[str, float]:
         """The factors of the router losses that are set, by the setting's name."""
-        both = {"router_aux_loss": self.router_aux_loss, "router_z_loss": self.router_z_loss}
-        return {f"tune.{name}": value for name, value in both.items() if value is not None}
+        factors = {"router_aux_loss": self.router_aux_loss, "router_z_loss": self.router_z_loss}
+        return {f"tune.{name}": value for name, value in factors.items() if value is not None}
 
     @property
     def form(self) -> Literal["answers", "pairs", "labels"]:
@@ -286,7 +286,7 @@ class TuneConfig(Section):
     def coefficients(self) -> dict[str, float]:
         """The coefficients that the objective uses, with defaults filled in."""
         is_simpo = self.objective == "simpo"
-        usual = {
+        defaults = {
             "beta": _SIMPO_BETA if is_simpo else _BETA,
             "gamma": _SIMPO_GAMMA,
             "sft_weight": 0.0,
@@ -295,7 +295,7 @@ class TuneConfig(Section):
             "undesirable_weight": 1.0,
         }
         return {
-            name: usual[name] if (value := getattr(self, name)) is None else float(value)
+            name: defaults[name] if (value := getattr(self, name)) is None else float(value)
             for name, users in _OBJECTIVES_OF_COEFFICIENT.items()
             if self.objective in users
         }

@@ -29,128 +29,134 @@ _DPO_LOSS_TYPES = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
 
 
-def _read_method(theirs: ForeignConfig) -> str:
-    kind = theirs.get("adapter", _FULL_METHOD_REMARK)
-    is_4_bit = theirs.is_on("load_in_4bit") or theirs.get("peft.weight_dtype") in ("nf4", "int4")
+def _read_method(config: ForeignConfig) -> str:
+    kind = config.get("adapter", _FULL_METHOD_REMARK)
+    is_4_bit = config.is_on("load_in_4bit") or config.get("peft.weight_dtype") in ("nf4", "int4")
     return rules.choose_method(
         is_full=kind == _FULL_METHOD_REMARK,
         is_4_bit=kind == "qlora" or is_4_bit,
-        is_dora=theirs.is_on("peft_use_dora"),
+        is_dora=config.is_on("peft_use_dora"),
     )
 
 
-def _read_objective(theirs: ForeignConfig) -> str | None:
-    kind = str(theirs.get("rl", "")).lower()
-    if kind == "dpo" and (losses := _list_losses(theirs)) not in _DPO_LOSS_TYPES:
+def _read_objective(config: ForeignConfig) -> str | None:
+    kind = str(config.get("rl", "")).lower()
+    if kind == "dpo" and (losses := _list_losses(config)) not in _DPO_LOSS_TYPES:
         return "ipo" if losses == ["ipo"] else None
     return kind if kind in _OBJECTIVES else SFT
 
 
-def _list_losses(theirs: ForeignConfig) -> list[str]:
-    value = theirs.get("dpo_loss_type", ["sigmoid"])
+def _list_losses(config: ForeignConfig) -> list[str]:
+    value = config.get("dpo_loss_type", ["sigmoid"])
     return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
-def _convert_weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("nf4", "int4") and theirs.method == "qlora":
+def _convert_weight_dtype(value: Any, config: ForeignConfig) -> Outcome:
+    if value in ("nf4", "int4") and config.method == "qlora":
         remark = "" if value == "nf4" else "in NF4, not in integers"
         return MappedKey({"tune.method": "qlora"}, remark)
     return UnsupportedKey(rules.QUANTIZATION_ADVICE, to_do=True)
 
 
-def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "full":
+def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "full":
         return NO_ADAPTERS
-    if not hf_trainer.are_expert_stacks(theirs.get("lora_target_parameters")):
-        return _convert_layer_targets(theirs)
-    has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
-    layers = _convert_layer_targets(theirs) if has_layers else MappedKey({"tune.targets": []})
-    return hf_trainer.add_expert_targets(layers, theirs.get("lora_r"))
+    if not hf_trainer.are_expert_stacks(config.get("lora_target_parameters")):
+        return _convert_layer_targets(config)
+    has_layers = config.get("lora_target_modules") or config.is_on("lora_target_linear")
+    layers = _convert_layer_targets(config) if has_layers else MappedKey({"tune.targets": []})
+    return hf_trainer.add_expert_targets(layers, config.get("lora_r"))
 
 
-def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_target_parameters(value: Any, config: ForeignConfig) -> Outcome:
     if not hf_trainer.are_expert_stacks(value):
         return UnsupportedKey(
             "adapters go on both stacks of experts in all layers, if tune.targets names experts: "
             "[all-linear, experts], with tune.expert_rank for each expert",
             to_do=True,
         )
-    return _convert_targets(value, theirs)
+    return _convert_targets(value, config)
 
 
-def _convert_layer_targets(theirs: ForeignConfig) -> Outcome:
-    names = theirs.get("lora_target_modules", False)
+def _convert_layer_targets(config: ForeignConfig) -> Outcome:
+    names = config.get("lora_target_modules", False)
     if names is False or names in ("all-linear", "all_linear"):
         names = []
     is_list = isinstance(names, list) and hf_trainer.are_names(names)
     if not is_list or not all(name.replace("_", "").isalnum() for name in names):
         return hf_trainer.NO_LAYER_NAMES
-    if not theirs.is_on("lora_target_linear") and names:
-        return hf_trainer.convert_targets(names, "base_model", theirs)
-    if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
+    if not config.is_on("lora_target_linear") and names:
+        return hf_trainer.convert_targets(names, "base_model", config)
+    if extra_names := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return UnsupportedKey(
-            f"all-linear does not include {further[0]}; list all names instead", to_do=True
+            f"all-linear does not include {extra_names[0]}; list all names instead", to_do=True
         )
     return MappedKey({"tune.targets": "all-linear"})
 
 
-def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
-    is_new = theirs.get("context_parallel_size")
+def _convert_batch(value: Any, config: ForeignConfig) -> Outcome:
+    is_new = config.get("context_parallel_size")
     context = "context_parallel_size" if is_new else "sequence_parallel_degree"  # its older name
     rows, accumulation = "micro_batch_size", "gradient_accumulation_steps"
-    if theirs.get("batch_size"):
+    if config.get("batch_size"):
         rows, accumulation = "batch_size", ""
-    return rules.map_global_batch(theirs, rows, accumulation, "tensor_parallel_size", context)
+    return rules.map_global_batch(config, rows, accumulation, "tensor_parallel_size", context)
 
 
-def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
-    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio"))
-    return hf_trainer.convert_schedule(value, ratio, theirs)
+def _convert_schedule(value: Any, config: ForeignConfig) -> Outcome:
+    ratio = config.get("lr_scheduler_kwargs.min_lr_rate", config.get("cosine_min_lr_ratio"))
+    return hf_trainer.convert_schedule(value, ratio, config)
 
 
-def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
-    halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
+def _convert_bf16(value: Any, config: ForeignConfig) -> Outcome:
+    half_keys = [key for key in ("bf16", "bfloat16", "fp16", "float16") if config.is_on(key)]
     if str(value).lower() == "false":
-        return IgnoredKey(f"{halves[0]} says it") if halves else MappedKey({"model.dtype": "fp32"})
-    if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
+        return (
+            IgnoredKey(f"{half_keys[0]} says it")
+            if half_keys
+            else MappedKey({"model.dtype": "fp32"})
+        )
+    if value == "auto" and (config.is_on("fp16") or config.is_on("float16")):
         return IgnoredKey("fp16 takes precedence")
-    ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
-    if theirs.method != "full":
-        return MappedKey(ours, "adapters and their state stay in fp32")
-    if theirs.get("deepspeed"):
-        return MappedKey(ours, "trained weights are kept in fp32, as DeepSpeed does")
-    return MappedKey({**ours, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+    settings: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
+    if config.method != "full":
+        return MappedKey(settings, "adapters and their state stay in fp32")
+    if config.get("deepspeed"):
+        return MappedKey(settings, "trained weights are kept in fp32, as DeepSpeed does")
+    return MappedKey({**settings, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
-def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
         return IgnoredKey("parallel.recompute=none is the default")
     remark = "" if str(value).lower() == "true" else "recomputed, not moved to the host"
     return MappedKey({"parallel.recompute": "full"}, remark)
 
 
-def _convert_profile(value: Any, theirs: ForeignConfig) -> Outcome:
-    skipped = theirs.integer("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
-    return MappedKey({"train.profile": f"{skipped + 1}:{theirs.integer('profiler_steps')}"})
+def _convert_profile(value: Any, config: ForeignConfig) -> Outcome:
+    num_skipped = (
+        config.integer("profiler_steps_start") if config.get("profiler_steps_start") else 0
+    )
+    return MappedKey({"train.profile": f"{num_skipped + 1}:{config.integer('profiler_steps')}"})
 
 
-def _convert_trackers(value: Any, theirs: ForeignConfig) -> Outcome:
-    has_wandb = theirs.is_on("use_wandb") or theirs.get("wandb_project") is not None
-    is_off = theirs.get("wandb_mode") == "disabled" or theirs.get("use_wandb", True) is False
+def _convert_trackers(value: Any, config: ForeignConfig) -> Outcome:
+    has_wandb = config.is_on("use_wandb") or config.get("wandb_project") is not None
+    is_off = config.get("wandb_mode") == "disabled" or config.get("use_wandb", True) is False
     names = ["wandb"] if has_wandb and not is_off else []
-    names += [name for name in ("mlflow", "trackio") if theirs.is_on(f"use_{name}")]
+    names += [name for name in ("mlflow", "trackio") if config.is_on(f"use_{name}")]
     return MappedKey({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
 
 
-def _convert_plugins(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_plugins(value: Any, config: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
-    others = [name for name in names if name not in _KERNELS]
-    if not others:
+    other_plugins = [name for name in names if name not in _KERNELS]
+    if not other_plugins:
         return IgnoredKey(hf_trainer.OWN_KERNELS)
-    return UnsupportedKey(f"{' and '.join(others)}: there are no plugins", to_do=True)
+    return UnsupportedKey(f"{' and '.join(other_plugins)}: there are no plugins", to_do=True)
 
 
-def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
+def _default_settings(config: ForeignConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "adapter": _FULL_METHOD_REMARK,
         "sequence_len": 512,
@@ -158,32 +164,32 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
         "lr_scheduler": "cosine",
         "bf16": "auto",
     }
-    if not theirs.get("batch_size"):
+    if not config.get("batch_size"):
         defaults |= {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
-    if theirs.get("max_steps") is None:
+    if config.get("max_steps") is None:
         defaults["num_epochs"] = 1.0
-    if any(theirs.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
+    if any(config.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
         del defaults["bf16"]
-    if theirs.has_preferences and all(theirs.get(key) is None for key in _BETAS):
+    if config.has_preferences and all(config.get(key) is None for key in _BETAS):
         defaults["rl_beta"] = 0.1
     return defaults | (
-        {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if theirs.objective == "simpo" else {}
+        {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if config.objective == "simpo" else {}
     )
 
 
-def _convert_rl(value: Any, theirs: ForeignConfig) -> Outcome:
-    return preferences.map_objective(theirs) if theirs.has_preferences else OFF_KEY
+def _convert_rl(value: Any, config: ForeignConfig) -> Outcome:
+    return preferences.map_objective(config) if config.has_preferences else OFF_KEY
 
 
-def _convert_loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
-    if "sft" in _list_losses(theirs) and theirs.get("dpo_loss_weights") is None:
+def _convert_loss_type(value: Any, config: ForeignConfig) -> Outcome:
+    if "sft" in _list_losses(config) and config.get("dpo_loss_weights") is None:
         return MappedKey({"tune.sft_weight": 1.0}, preferences.MEAN_REMARK)
     return preferences.OBJECTIVE_IMPLIED_KEY
 
 
-def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_loss_weights(value: Any, config: ForeignConfig) -> Outcome:
     weights = dict(
-        zip(_list_losses(theirs), value if isinstance(value, list) else [value], strict=False)
+        zip(_list_losses(config), value if isinstance(value, list) else [value], strict=False)
     )
     if len(weights) == 1 and list(weights.values()) == [1]:
         return IgnoredKey("there is one loss, of weight 1")
@@ -196,20 +202,20 @@ def _convert_loss_weights(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.objective != "dpo":
-        return IgnoredKey(f"{theirs.objective} does not use it there")
-    if _list_losses(theirs) == ["robust"] and value not in OFF_VALUES:
+def _convert_smoothing(value: Any, config: ForeignConfig) -> Outcome:
+    if config.objective != "dpo":
+        return IgnoredKey(f"{config.objective} does not use it there")
+    if _list_losses(config) == ["robust"] and value not in OFF_VALUES:
         return MappedKey({"tune.label_smoothing": value})
-    return rules.apply_rule(preferences.SMOOTHING_RULE, value, theirs)
+    return rules.apply_rule(preferences.SMOOTHING_RULE, value, config)
 
 
 def _beta_rule(key: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        first = next((one for one in _BETAS if theirs.get(one) is not None), key)
-        if theirs.has_preferences and first != key:
-            return IgnoredKey(f"{first} takes precedence")
-        return rules.apply_rule("tune.beta", value, theirs)
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        first_key = next((name for name in _BETAS if config.get(name) is not None), key)
+        if config.has_preferences and first_key != key:
+            return IgnoredKey(f"{first_key} takes precedence")
+        return rules.apply_rule("tune.beta", value, config)
 
     return rule
 
@@ -290,7 +296,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     ),
     "torch_compile": rules.torch_compile_rule("context_parallel_size", "sequence_parallel_degree"),
     "eval_steps": hf_trainer.eval_steps_rule(
-        "val_set_size", lambda theirs: bool(list_readable_data_files("test_datasets", theirs))
+        "val_set_size", lambda config: bool(list_readable_data_files("test_datasets", config))
     ),
     "early_stopping_patience": hf_trainer.early_stop_rule("val_set_size"),
     "noisy_embedding_alpha": hf_trainer.NEFTUNE_RULE,

@@ -69,10 +69,10 @@ def list_readable_data_files(dataset_list: str, theirs: ForeignConfig) -> list[s
 
 def _usable_files(item: dict[str, Any]) -> list[str]:
     path = str(item.get("path", ""))
-    named = item.get("data_files")
-    if named is None:
+    data_files = item.get("data_files")
+    if data_files is None:
         return [path] if rules.is_data_path(path) else []
-    names = [str(name) for name in (named if isinstance(named, list) else [named])]
+    names = [str(name) for name in (data_files if isinstance(data_files, list) else [data_files])]
     if rules.is_data_path(path) and path not in names:
         names = [name if name.startswith("/") else f"{path.rstrip('/')}/{name}" for name in names]
     elif path not in (*_LOADERS, *names):
@@ -81,10 +81,10 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
 
 
 def _path_rule(dataset_list: str, our_key: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         if value in _LOADERS:
             return rules.FORMAT_BY_ENDING
-        items = theirs.items(dataset_list)
+        items = config.items(dataset_list)
         item = next(i for i in items if value in (i.get("path"), i.get("data_files")))
         if not _usable_files(item):
             if item.get("path") not in _LOADERS:
@@ -93,21 +93,21 @@ def _path_rule(dataset_list: str, our_key: str) -> Rule:
                 f"write it as JSONL or Parquet into a folder, and name that in {our_key}",
                 to_do=True,
             )
-        files = list_readable_data_files(dataset_list, theirs)
+        files = list_readable_data_files(dataset_list, config)
         return MappedKey({our_key: files[0] if len(files) == 1 else files})
 
     return rule
 
 
-def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_type(value: Any, config: ForeignConfig) -> Outcome:
     name = str(value)
-    if theirs.has_preferences:
+    if config.has_preferences:
         kind = name.partition(".")[0]
         if kind == "chat_template":
             return IgnoredKey("prompt and answers are written by the chat template")
         return rules.explain_chat_template(kind)
     if name in _COLUMNS:
-        return MappedKey({"data.columns": _all_columns(theirs)})
+        return MappedKey({"data.columns": _all_columns(config)})
     if name in _TEXT_TYPES:
         return IgnoredKey("records with text are learned as a whole")
     if name == "chat_template" or name.startswith("sharegpt"):
@@ -125,8 +125,8 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
-    columns = _all_columns(theirs)
+def _convert_column(value: Any, config: ForeignConfig) -> Outcome:
+    columns = _all_columns(config)
     if not isinstance(value, str):
         return UnsupportedKey(rules.COLUMN_NAME_REASON, to_do=True)
     if value in columns:
@@ -136,7 +136,7 @@ def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
     return UnsupportedKey("data.columns reads it as something else for another dataset", to_do=True)
 
 
-def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_format(value: Any, config: ForeignConfig) -> Outcome:
     if str(value).strip() in _BARE_FIELDS:
         return IgnoredKey("prompt and answers are taken from their columns")
     return UnsupportedKey(
@@ -146,12 +146,12 @@ def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
+def _all_columns(config: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; each field keeps the first column found."""
     columns: dict[str, str] = {}
     for dataset_list in DATASET_LISTS:
-        for item in theirs.items(dataset_list):
-            for name, field in _find_renamed_columns(item, theirs.has_preferences):
+        for item in config.items(dataset_list):
+            for name, field in _find_renamed_columns(item, config.has_preferences):
                 if field not in columns.values():
                     columns.setdefault(name, field)
     return columns
@@ -167,35 +167,35 @@ def _find_renamed_columns(item: dict[str, Any], has_preferences: bool) -> Iterat
 
 
 def _split_rule(dataset_list: str, our_key: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        has_others = config.items("test_datasets") or config.get("val_set_size")
         is_whole = (
-            dataset_list == "datasets" and len(theirs.items(dataset_list)) == 1 and not has_others
+            dataset_list == "datasets" and len(config.items(dataset_list)) == 1 and not has_others
         )
-        return rules.convert_split(value, our_key, _single_file(dataset_list, theirs), is_whole)
+        return rules.convert_split(value, our_key, _single_file(dataset_list, config), is_whole)
 
     return rule
 
 
 def _shards_rule(dataset_list: str, our_key: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        item = next((one for one in theirs.items(dataset_list) if "shards" in one), {})
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        item = next((entry for entry in config.items(dataset_list) if "shards" in entry), {})
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
             return UnsupportedKey("cut the data beforehand", to_do=True)
         return rules.advise_on_slice(
-            f"{index}::{shards}", our_key, _single_file(dataset_list, theirs)
+            f"{index}::{shards}", our_key, _single_file(dataset_list, config)
         )
 
     return rule
 
 
-def _single_file(dataset_list: str, theirs: ForeignConfig) -> str | None:
-    files = list_readable_data_files(dataset_list, theirs)
+def _single_file(dataset_list: str, config: ForeignConfig) -> str | None:
+    files = list_readable_data_files(dataset_list, config)
     return files[0] if len(files) == 1 else None
 
 
-def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_template(value: Any, config: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
         return IgnoredKey("data.chat_template says it")
@@ -204,24 +204,24 @@ def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
     return rules.explain_chat_template(name)
 
 
-def _convert_jinja(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_jinja(value: Any, config: ForeignConfig) -> Outcome:
     if "{" in str(value) or "\n" in str(value):
         return UnsupportedKey("write it into a file and set data.chat_template to that", to_do=True)
     return MappedKey({"data.chat_template": value})
 
 
-def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, config: ForeignConfig) -> Outcome:
     remark = "longer rows are cut and counted; there they are dropped"
-    return preferences.convert_seq_len(theirs.integer("sequence_len"), theirs, remark)
+    return preferences.convert_seq_len(config.integer("sequence_len"), config, remark)
 
 
-def _convert_excess_length(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.has_preferences:
+def _convert_excess_length(value: Any, config: ForeignConfig) -> Outcome:
+    if config.has_preferences:
         return IgnoredKey("a prompt that does not fit is cut from the left, and no answer is cut")
-    instead = "rows longer than data.seq_len are cut at the end, and counted"
+    reason = "rows longer than data.seq_len are cut at the end, and counted"
     if value == "truncate":
-        return IgnoredKey(instead)
-    return UnsupportedKey(f"{instead}, not dropped: drop them beforehand", to_do=True)
+        return IgnoredKey(reason)
+    return UnsupportedKey(f"{reason}, not dropped: drop them beforehand", to_do=True)
 
 
 _CHAT_TEMPLATE: dict[str, Rule] = {

@@ -203,29 +203,33 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
             or values are invalid.
     """
     tool = recognize_tool(theirs)
-    given = dict(flatten_keys(theirs, tool.list_keys))
-    written = {key: value for key, value in resolve_references(given).items() if value is not None}
-    values = parse_numbers(written)
+    raw_values = dict(flatten_keys(theirs, tool.list_keys))
+    resolved_values = {
+        key: value for key, value in resolve_references(raw_values).items() if value is not None
+    }
+    values = parse_numbers(resolved_values)
     defaults = tool.defaults(ForeignConfig(tool, values, ranks))
-    known = ForeignConfig(tool, {**defaults, **values}, ranks)
-    if refused := next(filter(None, (one.message(known) for one in tool.refusals)), None):
-        raise ConfigError(refused)
-    named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
+    config = ForeignConfig(tool, {**defaults, **values}, ranks)
+    if message := next(filter(None, (refusal.message(config) for refusal in tool.refusals)), None):
+        raise ConfigError(message)
+    referenced_keys = {
+        name for value in raw_values.values() for name in _REFERENCE.findall(str(value))
+    }
     sheet = _OutcomeSheet()
-    for key in [*given, *(key for key in defaults if key not in given)]:
-        outcome = tool.outcome(key, known)
-        if outcome is None and key not in known.values:
+    for key in [*raw_values, *(key for key in defaults if key not in raw_values)]:
+        outcome = tool.outcome(key, config)
+        if outcome is None and key not in config.values:
             outcome = EMPTY_KEY
-        elif outcome is None and key in named:
+        elif outcome is None and key in referenced_keys:
             outcome = IgnoredKey("used where ${...} names it")
         elif outcome is None:
             outcome = UnsupportedKey(UNKNOWN_KEY_ADVICE, to_do=True)
         value = (
             "(not shown)"
             if _SECRET.search(key)
-            else format_their_value(written.get(key, known.get(key)))
+            else format_their_value(resolved_values.get(key, config.get(key)))
         )
-        text = f"{key} = {value}" if key in known.values else key
+        text = f"{key} = {value}" if key in config.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
         sheet.record_outcome(key, text, outcome)
     sheet.fill_in_placeholders("model.path", "data.path")
@@ -247,9 +251,9 @@ def recognize_tool(theirs: dict[str, Any]) -> Tool:
         return LLAMA_FACTORY
     if "base_model" in theirs and {*DATASET_LISTS, "adapter", "micro_batch_size"} & set(theirs):
         return AXOLOTL
-    found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
-    found += " and more" if len(theirs) > 12 else ""
-    raise ConfigError(f"found the keys {found}; {explain_unsupported(theirs) or _EXPECTED_TOOLS}")
+    keys = ", ".join(map(str, list(theirs)[:12])) or "nothing"
+    keys += " and more" if len(theirs) > 12 else ""
+    raise ConfigError(f"found the keys {keys}; {explain_unsupported(theirs) or _EXPECTED_TOOLS}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -309,9 +313,9 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
         value = values[key]
         if not isinstance(value, str):
             return value
-        if whole := _REFERENCE.fullmatch(value):
-            return value_of(whole[1], (*chain, key))
-        return _REFERENCE.sub(lambda found: str(value_of(found[1], (*chain, key))), value)
+        if reference := _REFERENCE.fullmatch(value):
+            return value_of(reference[1], (*chain, key))
+        return _REFERENCE.sub(lambda match: str(value_of(match[1], (*chain, key))), value)
 
     return {key: value_of(key, ()) for key in values}
 
@@ -335,8 +339,8 @@ def report_lines(conversion: ConvertedConfig, notes: Sequence[str]) -> list[str]
     for title, group in groups.items():
         lines.append(f"{title} ({sum(len(line.keys) for line in group)})")
         lines += [f"{'*' if line.to_do else ' '} {line}" for line in group]
-    known = {str(line) for group in groups.values() for line in group}
-    further_notes = [note for note in notes if note not in known]
+    outcome_lines = {str(line) for group in groups.values() for line in group}
+    further_notes = [note for note in notes if note not in outcome_lines]
     lines += [f"further notes ({len(further_notes)})"] if further_notes else []
     return [*lines, *(f"* {note}" for note in further_notes)]
 
@@ -369,19 +373,21 @@ class _OutcomeSheet:
     def record_outcome(self, key: str, text: str, outcome: Outcome) -> None:
         """Record the outcome of a key; ``text`` is the key with its value."""
         settings = outcome.settings if isinstance(outcome, MappedKey) else {}
-        others = [
+        conflicts = [
             name for name, value in settings.items() if self.our_settings.get(name, value) != value
         ]
-        if others:
-            given = format_their_value(self.our_settings[others[0]])
-            outcome = UnsupportedKey(f"another key gave {others[0]} = {given} already", to_do=True)
+        if conflicts:
+            earlier_value = format_their_value(self.our_settings[conflicts[0]])
+            outcome = UnsupportedKey(
+                f"another key gave {conflicts[0]} = {earlier_value} already", to_do=True
+            )
         match outcome:
             case MappedKey():
                 self.our_settings |= settings
-                shown = ", ".join(
+                assignments = ", ".join(
                     f"{name} = {format_their_value(v)}" for name, v in settings.items()
                 )
-                remark = f" -> {shown}" + (f" ({outcome.remark})" if outcome.remark else "")
+                remark = f" -> {assignments}" + (f" ({outcome.remark})" if outcome.remark else "")
                 self.mapped_keys.setdefault(remark, {})[key] = text
             case IgnoredKey():
                 remark = f": {outcome.reason}"

@@ -60,7 +60,7 @@ _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fuse
 def only_value_rule(value: str, reason: str) -> Rule:
     """Rule for a key of which hpc_tune only supports ``value``."""
 
-    def rule(given: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(given: Any, config: ForeignConfig) -> Outcome:
         return (
             IgnoredKey(reason)
             if str(given).lower() == value
@@ -70,8 +70,8 @@ def only_value_rule(value: str, reason: str) -> Rule:
     return rule
 
 
-def _convert_init_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "full":
+def _convert_init_adapter(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "full":
         return UnsupportedKey(
             "merge it into the model first, and name that in model.path", to_do=True
         )
@@ -98,14 +98,14 @@ def convert_val_size(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def eval_steps_rule(
-    share: str, has_files: Callable[[ForeignConfig], bool] = lambda theirs: False
+    share: str, has_files: Callable[[ForeignConfig], bool] = lambda config: False
 ) -> Rule:
     """Rule for the steps between evaluations, if ``share`` or files provide held-out data."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         if isinstance(value, float) and value < 1:
             return UnsupportedKey("train.eval_every_steps is a number of steps: set it", to_do=True)
-        if has_files(theirs) or 0 < theirs.number(share) < 1:
+        if has_files(config) or 0 < config.number(share) < 1:
             return MappedKey({"train.eval_every_steps": value})
         return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
@@ -115,10 +115,10 @@ def eval_steps_rule(
 def early_stop_rule(share: str) -> Rule:
     """Rule for early stopping: the evaluations without improvement after which a run ends."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
-            ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
-            return MappedKey(ours, "the held-out loss counts, including the one at the start")
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if 0 < config.number(share) < 1 and config.number("eval_steps") >= 1:
+            settings = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
+            return MappedKey(settings, "the held-out loss counts, including the one at the start")
         return UnsupportedKey(
             f"set train.stop_after_evals={value} with data.eval_path and train.eval_every_steps",
             to_do=True,
@@ -132,8 +132,8 @@ def has_max_steps(theirs: ForeignConfig) -> bool:
     return theirs.number("max_steps") > 0
 
 
-def _convert_max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    if has_max_steps(theirs):
+def _convert_max_steps(value: Any, config: ForeignConfig) -> Outcome:
+    if has_max_steps(config):
         return MappedKey({"train.max_steps": value})
     return IgnoredKey("unset in their config: train.epochs decides")
 
@@ -145,7 +145,7 @@ def convert_epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     return MappedKey({"train.epochs": value})
 
 
-def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup(value: Any, config: ForeignConfig) -> Outcome:
     try:
         share = float(str(value))
     except ValueError:
@@ -154,68 +154,68 @@ def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
         return UnsupportedKey("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
     if share >= 1 or not share:
         return MappedKey({"optim.warmup_steps": int(share)})
-    if has_max_steps(theirs):
-        return MappedKey({"optim.warmup_steps": math.ceil(share * theirs.integer("max_steps"))})
+    if has_max_steps(config):
+        return MappedKey({"optim.warmup_steps": math.ceil(share * config.integer("max_steps"))})
     return MappedKey({"optim.warmup_ratio": share})
 
 
-def _convert_warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_steps; if it is 0, warmup_ratio decides."""
-    if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
+    if config.number("warmup_steps") == 0 and config.number("warmup_ratio") > 0:
         return IgnoredKey("it is 0: warmup_ratio decides, as it does there")
-    return _convert_warmup(value, theirs)
+    return _convert_warmup(value, config)
 
 
-def _convert_warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_ratio; a positive warmup_steps takes precedence."""
-    if theirs.number("warmup_steps") > 0:
+    if config.number("warmup_steps") > 0:
         return IgnoredKey("warmup_steps decides, as it does there")
-    return _convert_warmup(value, theirs)
+    return _convert_warmup(value, config)
 
 
 def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return the outcome for a schedule; ``min_ratio``: final rate / peak, None if it ends at 0."""
-    ours = _SCHEDULES.get(str(name))
+    schedule = _SCHEDULES.get(str(name))
     match str(name):
         case "warmup_stable_decay":
             return _convert_wsd(theirs)
         case "cosine_with_restarts":
             if theirs.number(f"{_KWARGS}.num_cycles") > 1:
                 cycles = theirs.integer(f"{_KWARGS}.num_cycles")
-                more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
-                return MappedKey({"optim.schedule": str(name), **more}, _END_REMARK)
-            ours = "cosine"
-    if ours is None:
+                options = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
+                return MappedKey({"optim.schedule": str(name), **options}, _END_REMARK)
+            schedule = "cosine"
+    if schedule is None:
         return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
-    if ours == "constant":
-        return MappedKey({"optim.schedule": ours})
-    if min_ratio and ours == "cosine":
-        return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
+    if schedule == "constant":
+        return MappedKey({"optim.schedule": schedule})
+    if min_ratio and schedule == "cosine":
+        return MappedKey({"optim.schedule": schedule, "optim.min_lr_ratio": min_ratio})
     return map_decay_to_zero(
-        ours,
+        schedule,
         theirs.integer("max_steps") if has_max_steps(theirs) else None,
         _known_warmup_steps(theirs),
     )
 
 
-def _convert_wsd(theirs: ForeignConfig) -> Outcome:
+def _convert_wsd(config: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_stable_decay, which decays by half a cosine by default."""
-    ours: dict[str, Any] = {"optim.schedule": "wsd"}
-    ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
+    settings: dict[str, Any] = {"optim.schedule": "wsd"}
+    settings["optim.min_lr_ratio"] = config.get(f"{_KWARGS}.min_lr_ratio", 0.0)
     missing = []
-    if has_max_steps(theirs) and theirs.get(f"{_KWARGS}.num_decay_steps"):
-        share = theirs.integer(f"{_KWARGS}.num_decay_steps") / theirs.integer("max_steps")
-        ours["optim.decay_ratio"] = float(f"{share:.4g}")
+    if has_max_steps(config) and config.get(f"{_KWARGS}.num_decay_steps"):
+        share = config.integer(f"{_KWARGS}.num_decay_steps") / config.integer("max_steps")
+        settings["optim.decay_ratio"] = float(f"{share:.4g}")
     else:
         missing.append("set optim.decay_ratio, the share of all steps with a falling rate")
-    kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
+    kinds = config.get(f"{_KWARGS}.warmup_type", "linear"), config.get(f"{_KWARGS}.decay_type")
     if kinds != ("linear", "linear"):  # transformers decays by a cosine by default
         missing.append("the rate rises and falls linearly here, but not there")
-    return MappedKey(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
+    return MappedKey(settings, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
-def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
-    name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
+def _convert_schedule_argument(value: Any, config: ForeignConfig) -> Outcome:
+    name = str(config.get("lr_scheduler_type", config.get("lr_scheduler")))
     if name in _SCHEDULES_WITH_ARGUMENTS:
         return IgnoredKey("optim.schedule, optim.restarts and optim.decay_ratio say it")
     return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
@@ -228,15 +228,17 @@ def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped
     """
     if steps is None or steps <= warmup_steps + 1:
         return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
-    left = 1 / (steps - warmup_steps)
-    ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    fraction_left = 1 / (steps - warmup_steps)
+    ratio = fraction_left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * fraction_left))
     remark = "their rate in the last step"
     return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
 
 
-def _known_warmup_steps(theirs: ForeignConfig) -> int:
-    taken = _convert_warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
-    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, MappedKey) else 0
+def _known_warmup_steps(config: ForeignConfig) -> int:
+    outcome = _convert_warmup(config.get("warmup_steps") or config.get("warmup_ratio", 0), config)
+    return (
+        int(outcome.settings.get("optim.warmup_steps", 0)) if isinstance(outcome, MappedKey) else 0
+    )
 
 
 def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -266,15 +268,15 @@ def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Ou
     return MappedKey({"optim.name": "adamw_8bit"}, "; ".join(remarks))
 
 
-def _convert_deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_deepspeed(value: Any, config: ForeignConfig) -> Outcome:
     name = str(value).lower()
     stage = _STAGE.search(name)
-    asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
-    asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return IgnoredKey(rules.LAYOUT_REASON + asked)
+    advice = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
+    advice += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
+    return IgnoredKey(rules.LAYOUT_REASON + advice)
 
 
-def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_save_strategy(value: Any, config: ForeignConfig) -> Outcome:
     match value:
         case "best":
             return MappedKey({"checkpoint.keep_best": True})
@@ -285,7 +287,7 @@ def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     return IgnoredKey("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
-def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_save_steps(value: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome for save_steps; a value below 1 is a share of the run."""
     if isinstance(value, float) and value < 1:
         return UnsupportedKey(
@@ -321,12 +323,14 @@ def split_names(value: Any) -> list[str]:
 def peft_pattern_rules(their_key: str, ours: str) -> dict[str, Rule]:
     """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``their_key``."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if theirs.method == "full":
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if config.method == "full":
             return NO_ADAPTERS
         start = f"{their_key}."
-        found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
-        return MappedKey({ours: {key.removeprefix(start): value for key, value in found.items()}})
+        patterns = {key: value for key, value in config.values.items() if key.startswith(start)}
+        return MappedKey(
+            {ours: {key.removeprefix(start): value for key, value in patterns.items()}}
+        )
 
     return {their_key: OFF_KEY, f"{their_key}.*": rule}
 
@@ -335,7 +339,7 @@ _NEFTUNE_REMARK = "scaled by the tokens of a document; there by the tokens and p
 NEFTUNE_RULE = preferences.override_for_preferences(
     preferences.NO_NOISE,
     rules.ignore_if_off(
-        lambda value, theirs: MappedKey({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)
+        lambda value, config: MappedKey({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)
     ),
 )
 # Keys common to axolotl and LLaMA-Factory.
@@ -440,8 +444,8 @@ def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> 
 def are_expert_stacks(parameters: Any) -> bool:
     """Return whether peft's target_parameters name both expert stacks of all layers."""
     names = parameters if isinstance(parameters, list) else [parameters]
-    found = [_STACK.fullmatch(str(name)) for name in names]
-    return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
+    matches = [_STACK.fullmatch(str(name)) for name in names]
+    return all(matches) and {match[1] for match in matches if match} == {"gate_up", "down"}
 
 
 def add_expert_targets(outcome: Outcome, rank: Any) -> Outcome:
@@ -449,8 +453,8 @@ def add_expert_targets(outcome: Outcome, rank: Any) -> Outcome:
     if not isinstance(outcome, MappedKey):
         return outcome
     names = outcome.settings["tune.targets"]
-    every = [*([names] if isinstance(names, str) else names), "experts"]
-    settings = {"tune.targets": every, "tune.expert_rank": rank}
+    targets = [*([names] if isinstance(names, str) else names), "experts"]
+    settings = {"tune.targets": targets, "tune.expert_rank": rank}
     return MappedKey(settings, "the rank of each expert, as there")
 
 
@@ -463,8 +467,8 @@ def read_layer_names(directory: Path) -> set[str] | None:
         return None
     names = set(_OUTPUT_HEAD)
     for weight in _read_weight_names(directory):
-        *_, module, last = f"..{weight}".split(".")
-        if last == "weight" and "norm" not in module and "embed" not in module:
+        *_, module, suffix = f"..{weight}".split(".")
+        if suffix == "weight" and "norm" not in module and "embed" not in module:
             names.add(module)
     if names == _OUTPUT_HEAD:
         model_type = read_json_object(directory / "config.json").get("model_type")

@@ -22,21 +22,21 @@ from hpc_tune.convert.rules import (
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
-def _read_objective(theirs: ForeignConfig) -> str | None:
-    if theirs.get("stage") == "dpo":
-        return _LOSSES.get(str(theirs.get("pref_loss", "sigmoid")))
-    return "kto" if theirs.get("stage") == "kto" else SFT
+def _read_objective(config: ForeignConfig) -> str | None:
+    if config.get("stage") == "dpo":
+        return _LOSSES.get(str(config.get("pref_loss", "sigmoid")))
+    return "kto" if config.get("stage") == "kto" else SFT
 
 
-def _read_method(theirs: ForeignConfig) -> str:
+def _read_method(config: ForeignConfig) -> str:
     return rules.choose_method(
-        is_full=theirs.get("finetuning_type") == "full",
-        is_4_bit=str(theirs.get("quantization_bit")) == "4",
-        is_dora=theirs.is_on("use_dora"),
+        is_full=config.get("finetuning_type") == "full",
+        is_4_bit=str(config.get("quantization_bit")) == "4",
+        is_dora=config.is_on("use_dora"),
     )
 
 
-def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
+def _default_settings(config: ForeignConfig) -> dict[str, Any]:
     defaults = {
         "finetuning_type": "lora",
         "per_device_train_batch_size": 8,
@@ -45,74 +45,74 @@ def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
         "num_train_epochs": 3.0,
         "lr_scheduler_type": "linear",
         "cutoff_len": 2048,
-        "packing": theirs.get("stage") == "pt",
+        "packing": config.get("stage") == "pt",
         "disable_gradient_checkpointing": False,
     }
-    if theirs.get("warmup_ratio") is None and theirs.get("warmup_steps") is None:
+    if config.get("warmup_ratio") is None and config.get("warmup_steps") is None:
         defaults["warmup_steps"] = 0
-    if theirs.get("finetuning_type") != "full":
-        rank = theirs.integer("lora_rank") if theirs.get("lora_rank") else 8
+    if config.get("finetuning_type") != "full":
+        rank = config.integer("lora_rank") if config.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
-    if theirs.has_preferences:
+    if config.has_preferences:
         defaults["pref_beta"] = 0.1
-    return defaults | ({"simpo_gamma": 0.5} if theirs.objective == "simpo" else {})
+    return defaults | ({"simpo_gamma": 0.5} if config.objective == "simpo" else {})
 
 
-def _convert_stage(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.has_preferences:
-        return preferences.map_objective(theirs)
+def _convert_stage(value: Any, config: ForeignConfig) -> Outcome:
+    if config.has_preferences:
+        return preferences.map_objective(config)
     if value == "pt":
         return IgnoredKey("records with text are learned as a whole")
     return IgnoredKey("tune.objective=sft is the default")
 
 
-def _convert_reference(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value == theirs.get("model_name_or_path"):
+def _convert_reference(value: Any, config: ForeignConfig) -> Outcome:
+    if value == config.get("model_name_or_path"):
         return preferences.SAME_REFERENCE
     return UnsupportedKey(
         preferences.OTHER_REFERENCE + "leave it out there, or stay with them", to_do=True
     )
 
 
-def _convert_reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value == theirs.get("adapter_name_or_path"):
+def _convert_reference_adapter(value: Any, config: ForeignConfig) -> Outcome:
+    if value == config.get("adapter_name_or_path"):
         return IgnoredKey("the reference has the adapter of tune.init_from too")
     return UnsupportedKey(
         "the reference is the model with the adapter of tune.init_from", to_do=True
     )
 
 
-def _convert_quantization_bits(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "qlora":
-        return rules.map_method(value, theirs)
+def _convert_quantization_bits(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "qlora":
+        return rules.map_method(value, config)
     return UnsupportedKey(rules.QUANTIZATION_ADVICE, to_do=True)
 
 
-def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "full":
+def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "full":
         return NO_ADAPTERS
     if not hf_trainer.are_names(value):
         return hf_trainer.NO_LAYER_NAMES
     names = hf_trainer.split_names(value)
     if names == ["all"]:
         return MappedKey({"tune.targets": "all-linear"})
-    return hf_trainer.convert_targets(names, "model_name_or_path", theirs)
+    return hf_trainer.convert_targets(names, "model_name_or_path", config)
 
 
-def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.get("stage") == "pt":
+def _convert_template(value: Any, config: ForeignConfig) -> Outcome:
+    if config.get("stage") == "pt":
         return IgnoredKey("records with text have no template")
     return rules.explain_chat_template(value)
 
 
-def _dataset_rule(ours: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _dataset_rule(key: str) -> Rule:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         names = hf_trainer.split_names(value)
-        folder = theirs.get("dataset_dir", "data")
+        folder = config.get("dataset_dir", "data")
         kinds = "alpaca, ShareGPT and messages"
-        kinds = "both forms, with ranking or kto_tag," if theirs.has_preferences else kinds
+        kinds = "both forms, with ranking or kto_tag," if config.has_preferences else kinds
         return UnsupportedKey(
-            f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} to it "
+            f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {key} to it "
             f"({kinds} are understood){', as a list' if len(names) > 1 else ''}",
             to_do=True,
         )
@@ -120,67 +120,67 @@ def _dataset_rule(ours: str) -> Rule:
     return rule
 
 
-def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    return MappedKey({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
+def _convert_loss_on(value: Any, config: ForeignConfig) -> Outcome:
+    return MappedKey({"data.loss_on": "all" if config.is_on("train_on_prompt") else "answers"})
 
 
-def _convert_packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.has_preferences:
+def _convert_packing(value: Any, config: ForeignConfig) -> Outcome:
+    if config.has_preferences:
         remark = f"training on preferences does not pack there; {rules.PACKING_ADVICE}"
         return MappedKey({"data.packing": False}, remark)
     return rules.apply_rule(
-        rules.PACKING_RULE, theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs
+        rules.PACKING_RULE, config.is_on("packing") or config.is_on("neat_packing"), config
     )
 
 
-def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, config: ForeignConfig) -> Outcome:
     remark = "longer rows are cut at the end; there prompts are cut too"
-    return preferences.convert_seq_len(theirs.integer("cutoff_len"), theirs, remark)
+    return preferences.convert_seq_len(config.integer("cutoff_len"), config, remark)
 
 
-def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_batch(value: Any, config: ForeignConfig) -> Outcome:
     return rules.map_global_batch(
-        theirs, "per_device_train_batch_size", "gradient_accumulation_steps"
+        config, "per_device_train_batch_size", "gradient_accumulation_steps"
     )
 
 
-def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
-    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
-    lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
-    if lowest >= 0 and peak > 0:
-        ratio = lowest / peak
-    return hf_trainer.convert_schedule(value, ratio, theirs)
+def _convert_schedule(value: Any, config: ForeignConfig) -> Outcome:
+    ratio = config.get("lr_scheduler_kwargs.min_lr_rate")
+    min_lr, peak_lr = config.number("lr_scheduler_kwargs.min_lr"), config.number("learning_rate")
+    if min_lr >= 0 and peak_lr > 0:
+        ratio = min_lr / peak_lr
+    return hf_trainer.convert_schedule(value, ratio, config)
 
 
-def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
-    is_pure = theirs.is_on("pure_bf16")
-    if not is_pure and not theirs.is_on("bf16"):
+def _convert_bf16(value: Any, config: ForeignConfig) -> Outcome:
+    is_pure = config.is_on("pure_bf16")
+    if not is_pure and not config.is_on("bf16"):
         return IgnoredKey("model.dtype=auto takes what the device has")
-    if not is_pure or theirs.method != "full":
+    if not is_pure or config.method != "full":
         return MappedKey({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
     return MappedKey({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
-def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
-    is_off = theirs.is_on("disable_gradient_checkpointing")
+def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
+    is_off = config.is_on("disable_gradient_checkpointing")
     return MappedKey(
         {"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits"
     )
 
 
-def _convert_report_to(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_report_to(value: Any, config: ForeignConfig) -> Outcome:
     names = hf_trainer.split_names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
         return UnsupportedKey(hf_trainer.NO_TRACKER)
-    ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
-    return MappedKey(ours | ({"run.trackers": trackers} if trackers else {}))
+    settings: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
+    return MappedKey(settings | ({"run.trackers": trackers} if trackers else {}))
 
 
 _TEMPLATE_REASON = "the tokenizer's chat template writes tools and reasoning"
 
 
-def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_thinking(value: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome for enable_thinking; false removes reasoning from their data."""
     if str(value).lower() != "false":
         return UnsupportedKey(_TEMPLATE_REASON, to_do=True)
@@ -363,12 +363,12 @@ _MEDIA_TEMPLATE = (
 )
 
 
-def _is_other_stage(value: Any, theirs: ForeignConfig) -> bool:
+def _is_other_stage(value: Any, config: ForeignConfig) -> bool:
     return value not in ("sft", "pt", "dpo", "kto")
 
 
-def _is_bco(value: Any, theirs: ForeignConfig) -> bool:
-    return theirs.get("stage") == "dpo" and preferences.is_on(value, theirs)
+def _is_bco(value: Any, config: ForeignConfig) -> bool:
+    return config.get("stage") == "dpo" and preferences.is_on(value, config)
 
 
 LLAMA_FACTORY = Tool(

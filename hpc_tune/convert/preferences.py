@@ -45,9 +45,9 @@ def map_objective(theirs: ForeignConfig) -> MappedKey:
 def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
     """Rule that gives ``outcome`` for preferences if the value is on, and else applies ``rule``."""
 
-    def overridden(value: Any, theirs: ForeignConfig) -> Outcome:
-        is_other = theirs.has_preferences and value not in OFF_VALUES
-        return apply_rule(outcome if is_other else rule, value, theirs)
+    def overridden(value: Any, config: ForeignConfig) -> Outcome:
+        is_other = config.has_preferences and value not in OFF_VALUES
+        return apply_rule(outcome if is_other else rule, value, config)
 
     return overridden
 
@@ -56,8 +56,8 @@ def restrict_to_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
     """Return ``rows`` with rules that ignore the keys unless a config trains on preferences."""
 
     def with_preferences(rule: Rule) -> Rule:
-        return lambda value, theirs: (
-            apply_rule(rule, value, theirs) if theirs.has_preferences else PREFERENCE_ONLY_KEY
+        return lambda value, config: (
+            apply_rule(rule, value, config) if config.has_preferences else PREFERENCE_ONLY_KEY
         )
 
     return {key: with_preferences(rule) for key, rule in rows.items()}
@@ -66,18 +66,18 @@ def restrict_to_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
 def sft_weight_rule(remark: str = "") -> Rule:
     """Rule for the weight of the additional loss on the chosen answers."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if objective_uses_setting(theirs, "tune.sft_weight"):
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if objective_uses_setting(config, "tune.sft_weight"):
             return MappedKey({"tune.sft_weight": value}, remark)
-        reason = f"{theirs.objective} has no further loss on the chosen answers here"
+        reason = f"{config.objective} has no further loss on the chosen answers here"
         return UnsupportedKey(reason, to_do=True)
 
     return ignore_if_off(rule)
 
 
-def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not objective_uses_setting(theirs, "tune.label_smoothing"):
-        return IgnoredKey(f"{theirs.objective} does not use it")
+def _convert_smoothing(value: Any, config: ForeignConfig) -> Outcome:
+    if not objective_uses_setting(config, "tune.label_smoothing"):
+        return IgnoredKey(f"{config.objective} does not use it")
     return UnsupportedKey(
         "there it mixes in the loss of the reversed pairs (cDPO); "
         f"tune.label_smoothing={value} makes the loss unbiased for that share of wrong pairs "
@@ -108,10 +108,10 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     reference is the model without any adapter.
     """
 
-    def with_remark(value: Any, theirs: ForeignConfig) -> Outcome:
-        outcome = apply_rule(rule, value, theirs)
-        is_same = bool(key) and theirs.get(key) == value
-        has_reference = make_tune_config(theirs).has_reference
+    def with_remark(value: Any, config: ForeignConfig) -> Outcome:
+        outcome = apply_rule(rule, value, config)
+        is_same = bool(key) and config.get(key) == value
+        has_reference = make_tune_config(config).has_reference
         if not isinstance(outcome, MappedKey) or is_same or not has_reference:
             return outcome
         remark = "the reference is the model with this adapter here, and without it there: "
@@ -153,7 +153,7 @@ MEDIA_TRAINING = (
 
 def preference_loss_refusal(key: str) -> Refusal:
     """Return the refusal of a preference loss without counterpart; ``key`` names the loss."""
-    return Refusal(key, lambda value, theirs: theirs.objective is None, *OTHER_LOSS)
+    return Refusal(key, lambda value, config: config.objective is None, *OTHER_LOSS)
 
 
 def is_on(value: Any, theirs: ForeignConfig) -> bool:
@@ -168,12 +168,12 @@ def accept_any(value: Any, theirs: ForeignConfig) -> bool:
 
 def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
     """Return a predicate that tells whether a pattern occurs in a value."""
-    compiled = re.compile(pattern)
-    return lambda value, theirs: compiled.search(str(value)) is not None
+    regex = re.compile(pattern)
+    return lambda value, config: regex.search(str(value)) is not None
 
 
 def exclude_preferences(
     is_asked_for: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
     """Return a predicate like ``is_asked_for`` that is False for configs with preferences."""
-    return lambda value, theirs: not theirs.has_preferences and is_asked_for(value, theirs)
+    return lambda value, config: not config.has_preferences and is_asked_for(value, config)

@@ -77,11 +77,11 @@ class ForeignConfig:
 
     def items(self, name: str) -> list[dict[str, Any]]:
         """Return the items of a list of mappings, each with its values by dotted key."""
-        found: dict[str, dict[str, Any]] = {}
+        items: dict[str, dict[str, Any]] = {}
         for key, value in self.values.items():
             if match := re.fullmatch(rf"{name}\.(\d+)\.(.+)", key):
-                found.setdefault(match[1], {})[match[2]] = value
-        return list(found.values())
+                items.setdefault(match[1], {})[match[2]] = value
+        return list(items.values())
 
     def number(self, key: str) -> float:
         """Return a number, or NaN, which compares as false with everything, if it is none."""
@@ -144,16 +144,18 @@ class Refusal:
 
     def message(self, theirs: ForeignConfig) -> str | None:
         """Return the message that refuses the config; None if the config does not ask for it."""
-        found = [
+        refused_keys = [
             key
             for key, value in theirs.values.items()
             if _drop_list_numbers(key) in self.keys.split() and self.is_asked_for(value, theirs)
         ]
-        if not found:
+        if not refused_keys:
             return None
-        said = ", ".join(f"{key} = {format_their_value(theirs.get(key))}" for key in found[:3])
+        settings = ", ".join(
+            f"{key} = {format_their_value(theirs.get(key))}" for key in refused_keys[:3]
+        )
         return (
-            f"{said} in their config: {self.description}, but hpc_tune only has supervised "
+            f"{settings} in their config: {self.description}, but hpc_tune only has supervised "
             "fine-tuning and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is "
             f"converted. {self.advice.format(tool=theirs.tool.name)}"
         )
@@ -202,10 +204,12 @@ class Tool:
         """Return the outcome for a key; None if the key is unknown."""
         name = _drop_list_numbers(key)
         parts = name.split(".")
-        above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
-        rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
+        wildcards = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
+        rule = next(
+            (self.rules[pattern] for pattern in (name, *wildcards) if pattern in self.rules), None
+        )
         if key not in theirs.values:
-            is_part = any(other.startswith(f"{name}.") for other in self.rules)
+            is_part = any(known_key.startswith(f"{name}.") for known_key in self.rules)
             return EMPTY_KEY if rule or is_part else None
         return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
 
@@ -217,18 +221,18 @@ def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
     return rule(value, theirs) if callable(rule) else rule
 
 
-def _copy_value(our_key: str, value: Any, theirs: ForeignConfig) -> Outcome:
+def _copy_value(our_key: str, value: Any, config: ForeignConfig) -> Outcome:
     """Take a value over as it is, if the method and the objective use the setting."""
-    if our_key in _ADAPTER_SETTINGS and theirs.method == "full":
+    if our_key in _ADAPTER_SETTINGS and config.method == "full":
         return NO_ADAPTERS
     if our_key in _OBJECTIVE_SETTINGS:
-        if not theirs.has_preferences:
+        if not config.has_preferences:
             return PREFERENCE_ONLY_KEY
-        if not objective_uses_setting(theirs, our_key):
+        if not objective_uses_setting(config, our_key):
             return (
                 OFF_KEY
                 if value in OFF_VALUES
-                else IgnoredKey(f"{theirs.objective} does not use it")
+                else IgnoredKey(f"{config.objective} does not use it")
             )
     return MappedKey({our_key: value})
 
@@ -267,21 +271,21 @@ def rule_table(
     ``ignored_keys``: hpc_tune decides these itself. ``unsupported_keys``: not supported; ignored if
     a config switches them off. ``to_do``: like ``unsupported_keys``, but the user must act.
     """
-    added = [
+    extra_tables = [
         rule_for_keys(IgnoredKey(reason), keys) for reason, keys in (ignored_keys or {}).items()
     ]
     for must_act, table in ((False, unsupported_keys), (True, to_do)):
         for advice, keys in (table or {}).items():
-            added.append(rule_for_keys(unsupported_rule(advice, must_act), keys))
-    return join_tables(rows, *added)
+            extra_tables.append(rule_for_keys(unsupported_rule(advice, must_act), keys))
+    return join_tables(rows, *extra_tables)
 
 
 def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
     """Join tables that have no key in common."""
     joined: dict[str, Rule] = {}
-    for one in tables:
-        assert not (twice := joined.keys() & one.keys()), f"{twice} have two rules"
-        joined |= one
+    for table in tables:
+        assert not (duplicates := joined.keys() & table.keys()), f"{duplicates} have two rules"
+        joined |= table
     return joined
 
 
@@ -297,23 +301,23 @@ def unsupported_rule(advice: str, to_do: bool = False) -> Rule:
 
 def ignore_if_off(rule: Rule) -> Rule:
     """Rule that applies ``rule`` unless their config switches the feature off."""
-    return lambda value, theirs: OFF_KEY if value in OFF_VALUES else apply_rule(rule, value, theirs)
+    return lambda value, config: OFF_KEY if value in OFF_VALUES else apply_rule(rule, value, config)
 
 
 def on_off_rule(on_rule: Rule, off_rule: Rule = OFF_KEY) -> Rule:
     """Rule for a boolean key."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         is_on = str(value).lower() == "true"
-        return apply_rule(on_rule if is_on else off_rule, is_on, theirs)
+        return apply_rule(on_rule if is_on else off_rule, is_on, config)
 
     return rule
 
 
 def known_values_rule(values: tuple[Any, ...], known_rule: Rule, other_rule: Rule) -> Rule:
     """Rule that applies ``known_rule`` to the values listed, and ``other_rule`` to all others."""
-    return lambda value, theirs: apply_rule(
-        known_rule if value in values else other_rule, value, theirs
+    return lambda value, config: apply_rule(
+        known_rule if value in values else other_rule, value, config
     )
 
 
@@ -323,8 +327,8 @@ def known_values_rule(values: tuple[Any, ...], known_rule: Rule, other_rule: Rul
 def torch_compile_rule(*context_keys: str) -> Rule:
     """Rule for compilation; ``context_keys`` hold the number of ranks that share a row."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if any((theirs.get(key) or 1) != 1 for key in context_keys):
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if any((config.get(key) or 1) != 1 for key in context_keys):
             return IgnoredKey("with parallel.context, blocks communicate and are not compiled")
         return MappedKey({"train.compile": str(value).lower() in ("true", "auto")})
 
@@ -350,10 +354,10 @@ def map_method(value: Any, theirs: ForeignConfig) -> Outcome:
     return MappedKey({"tune.method": theirs.method})
 
 
-def _convert_dora(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "full":
+def _convert_dora(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "full":
         return NO_ADAPTERS
-    if theirs.method == "qlora":
+    if config.method == "qlora":
         return UnsupportedKey("tune.method=dora has no 4-bit base", True)
     return MappedKey({"tune.method": "dora"})
 
@@ -388,9 +392,9 @@ def map_global_batch(
             f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
             f"multiple of {ranks_per_row}"
         )
-    per_rank = theirs.integer(rows)
-    accumulated = theirs.integer(accumulation) if accumulation else 1
-    factors = per_rank, accumulated, theirs.ranks // ranks_per_row
+    rows_per_rank = theirs.integer(rows)
+    num_accumulated = theirs.integer(accumulation) if accumulation else 1
+    factors = rows_per_rank, num_accumulated, theirs.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
     return MappedKey({"batch.global_size": math.prod(factors)}, remark)
 
@@ -470,10 +474,10 @@ def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey
         advice = f"write records {records} of {file} (the first is 0) to a file of their own; set "
         return UnsupportedKey(f"{advice}{our_key} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
-    which = "" if is_known else ", FILE being JSON or JSONL"
+    hint = "" if is_known else ", FILE being JSON or JSONL"
     command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'
     return UnsupportedKey(
-        f"write these records of a file to one of their own: {command}{which}; then set {our_key} "
+        f"write these records of a file to one of their own: {command}{hint}; then set {our_key} "
         "to part.jsonl",
         to_do=True,
     )
@@ -482,11 +486,11 @@ def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey
 def record_count_rule(our_key: str, part: str) -> Rule:
     """Rule for a number of records of each file; ``part``: the slice, with {} for the number."""
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
             return UnsupportedKey("it is not a number of records", to_do=True)
-        cut = part.format(value)
-        return OFF_KEY if cut == "0:" else advise_on_slice(cut, our_key)
+        slice_text = part.format(value)
+        return OFF_KEY if slice_text == "0:" else advise_on_slice(slice_text, our_key)
 
     return rule
 
@@ -499,24 +503,24 @@ def convert_split(value: Any, our_key: str, file: Any, is_whole_data: bool) -> O
     """
     if value == "train":
         return IgnoredKey("files are used whole; in a folder, those of the train split")
-    found = _SLICE.fullmatch(str(value).replace(" ", ""))
-    if found is None:
+    match = _SLICE.fullmatch(str(value).replace(" ", ""))
+    if match is None:
         return UnsupportedKey(
             f"name the file of this part in {our_key}: files are used whole", to_do=True
         )
-    start, _, end, percent = found.groups()
+    start, _, end, percent = match.groups()
     if is_whole_data and not start and percent and _MIN_TRAINED_PERCENT <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its position"
         return MappedKey({"data.eval_fraction": (100 - int(end)) / 100}, remark)
     return advise_on_slice(
-        f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", our_key, file
+        f"{_slice_bound(*match.group(1, 2))}:{_slice_bound(*match.group(3, 4))}", our_key, file
     )
 
 
 def complement_split(value: Any) -> str | None:
     """Return the complement of the part ``value``: train[:95%] for train[95%:]."""
-    found = re.fullmatch(r"train\[(\d+%):\]", str(value).replace(" ", ""))
-    return f"train[:{found[1]}]" if found else None
+    match = re.fullmatch(r"train\[(\d+%):\]", str(value).replace(" ", ""))
+    return f"train[:{match[1]}]" if match else None
 
 
 def _slice_bound(number: str | None, percent: str | None) -> str:

@@ -52,91 +52,93 @@ def _component_name(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-def _usable_path(part: str, theirs: ForeignConfig) -> Any:
+def _usable_path(part: str, config: ForeignConfig) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
-    files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
-    if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
+    files, source = config.get(f"{part}.data_files"), str(config.get(f"{part}.source", ""))
+    if part == "dataset_val" and config.get(f"{part}.split", "train") != "train":
         return None
     if files is not None:
         return files if rules.is_usable_file(files) else None
     return source if rules.is_data_path(source) else None
 
 
-def _convert_eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _usable_path("dataset_val", theirs) or _holds_out_a_share(theirs):
+def _convert_eval_every(value: Any, config: ForeignConfig) -> Outcome:
+    if _usable_path("dataset_val", config) or _holds_out_a_share(config):
         return MappedKey({"train.eval_every_steps": value})
     return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
 
-def _holds_out_a_share(theirs: ForeignConfig) -> bool:
+def _holds_out_a_share(config: ForeignConfig) -> bool:
     """Return whether a share of the only data file is held out."""
     return isinstance(
-        _convert_part_split("dataset", theirs.get("dataset.split", "train"), theirs), MappedKey
+        _convert_part_split("dataset", config.get("dataset.split", "train"), config), MappedKey
     )
 
 
-def _held_out_is_rest_of_file(theirs: ForeignConfig) -> bool:
+def _held_out_is_rest_of_file(config: ForeignConfig) -> bool:
     """Return whether the held-out data, if any, are the rest of the training file."""
-    held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
+    held_out = {key: value for key, value in config.values.items() if key.startswith("dataset_val")}
     if not held_out:
         return True
-    given = str(theirs.get("dataset.split", "train")).replace(" ", "")
-    is_rest = rules.complement_split(theirs.get("dataset_val.split")) == given
-    same = ("source", "data_files")
+    split = str(config.get("dataset.split", "train")).replace(" ", "")
+    is_rest = rules.complement_split(config.get("dataset_val.split")) == split
+    file_keys = ("source", "data_files")
     return is_rest and all(
-        theirs.get(f"dataset_val.{key}", theirs.get(f"dataset.{key}"))
-        == theirs.get(f"dataset.{key}")
-        for key in same
+        config.get(f"dataset_val.{key}", config.get(f"dataset.{key}"))
+        == config.get(f"dataset.{key}")
+        for key in file_keys
     )
 
 
 def _split_rule(part: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and rules.complement_split(value) and _holds_out_a_share(theirs):
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if part == "dataset_val" and rules.complement_split(value) and _holds_out_a_share(config):
             return _EVAL_FRACTION_KEY
-        return _convert_part_split(part, value, theirs)
+        return _convert_part_split(part, value, config)
 
     return rule
 
 
-def _convert_part_split(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
-    is_whole = part == "dataset" and _held_out_is_rest_of_file(theirs)
-    file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
-    known = file if isinstance(file, str) and rules.is_data_path(file) else None
-    return rules.convert_split(value, _DATASET_SETTINGS[part], known, is_whole)
+def _convert_part_split(part: str, value: Any, config: ForeignConfig) -> Outcome:
+    is_whole = part == "dataset" and _held_out_is_rest_of_file(config)
+    file = config.get(f"{part}.data_files", config.get(f"{part}.source"))
+    data_path = file if isinstance(file, str) and rules.is_data_path(file) else None
+    return rules.convert_split(value, _DATASET_SETTINGS[part], data_path, is_whole)
 
 
-def _convert_dataset_component(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_dataset_component(value: Any, config: ForeignConfig) -> Outcome:
     name = _component_name(value)
-    if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
-        instead = (
+    if not config.get("dataset.source") and not config.get("dataset.data_files"):
+        advice = (
             f"compute nodes have no internet: on a login node write the records of {name} to a "
             "JSONL or Parquet file, and set data.path to it"
         )
-        more = _PREAMBLE if "alpaca" in name else ""
+        remark = _PREAMBLE if "alpaca" in name else ""
         if "stack_exchange_paired" in name:
-            more = "rename question, response_j and response_k there to prompt, chosen and rejected"
-        return UnsupportedKey(f"{instead}; {more}" if more else instead, to_do=True)
+            remark = (
+                "rename question, response_j and response_k there to prompt, chosen and rejected"
+            )
+        return UnsupportedKey(f"{advice}; {remark}" if remark else advice, to_do=True)
     if "alpaca" in name:
         return UnsupportedKey(_PREAMBLE, to_do=True)
     if (fields := _FIELDS.get(name)) is None:
         return _FORM_BY_KEYS
-    usual = _RANKED_COLUMNS if fields is _RANKED_FIELDS else {}
-    named = {
-        str(theirs.get(f"dataset.column_map.{key}", usual.get(key, key))): ours
-        for key, ours in fields.items()
+    defaults = _RANKED_COLUMNS if fields is _RANKED_FIELDS else {}
+    columns = {
+        str(config.get(f"dataset.column_map.{key}", defaults.get(key, key))): our_name
+        for key, our_name in fields.items()
     }
-    named = {column: ours for column, ours in named.items() if column != ours}
-    return MappedKey({"data.columns": named}) if named else _FORM_BY_KEYS
+    columns = {column: our_name for column, our_name in columns.items() if column != our_name}
+    return MappedKey({"data.columns": columns}) if columns else _FORM_BY_KEYS
 
 
 def _source_rule(part: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if theirs.get(f"{part}.data_files"):
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if config.get(f"{part}.data_files"):
             return rules.FORMAT_BY_ENDING
-        if part == "dataset_val" and _holds_out_a_share(theirs):
+        if part == "dataset_val" and _holds_out_a_share(config):
             return _EVAL_FRACTION_KEY
-        path = _usable_path(part, theirs)
+        path = _usable_path(part, config)
         return (
             MappedKey({_DATASET_SETTINGS[part]: path})
             if path
@@ -147,10 +149,10 @@ def _source_rule(part: str) -> Rule:
 
 
 def _files_rule(part: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and _holds_out_a_share(theirs):
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
+        if part == "dataset_val" and _holds_out_a_share(config):
             return _EVAL_FRACTION_KEY
-        if path := _usable_path(part, theirs):
+        if path := _usable_path(part, config):
             return MappedKey({_DATASET_SETTINGS[part]: path})
         return UnsupportedKey(
             f"write it as JSONL or Parquet into one file or folder; set {_DATASET_SETTINGS[part]}",
@@ -160,8 +162,8 @@ def _files_rule(part: str) -> Rule:
     return rule
 
 
-def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.has_preferences:
+def _convert_loss_on(value: Any, config: ForeignConfig) -> Outcome:
+    if config.has_preferences:
         return preferences.ANSWERS_ONLY_KEY
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
@@ -171,7 +173,7 @@ def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _column_rule(*names: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+    def rule(value: Any, config: ForeignConfig) -> Outcome:
         if value in names:
             return _FORM_BY_KEYS
         if not isinstance(value, str):
@@ -181,8 +183,8 @@ def _column_rule(*names: str) -> Rule:
     return rule
 
 
-def _convert_column_map(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _component_name(theirs.get("dataset._component_")) in _FIELDS:
+def _convert_column_map(value: Any, config: ForeignConfig) -> Outcome:
+    if _component_name(config.get("dataset._component_")) in _FIELDS:
         return IgnoredKey("data.columns says it")
     return UnsupportedKey(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
@@ -204,42 +206,44 @@ _LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.g
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
-def _read_objective(theirs: ForeignConfig) -> str | None:
-    name = _component_name(theirs.get("loss._component_"))
+def _read_objective(config: ForeignConfig) -> str | None:
+    name = _component_name(config.get("loss._component_"))
     return None if name in _OTHER_LOSSES else _LOSSES.get(name, SFT)
 
 
-def _read_method(theirs: ForeignConfig) -> str:
-    builder = _component_name(theirs.get("model._component_"))
-    is_4_bit = builder.startswith("qlora") or theirs.is_on("model.quantize_base")
-    is_dora = theirs.is_on("model.use_dora")
-    is_lora = builder.startswith("lora") or theirs.get("model.lora_rank")
+def _read_method(config: ForeignConfig) -> str:
+    builder = _component_name(config.get("model._component_"))
+    is_4_bit = builder.startswith("qlora") or config.is_on("model.quantize_base")
+    is_dora = config.is_on("model.use_dora")
+    is_lora = builder.startswith("lora") or config.get("model.lora_rank")
     return rules.choose_method(not (is_4_bit or is_dora or is_lora), is_4_bit, is_dora)
 
 
-def _convert_method(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_method(value: Any, config: ForeignConfig) -> Outcome:
     remark = "the shape itself is read from config.json of model.path"
-    return MappedKey({"tune.method": theirs.method}, remark)
+    return MappedKey({"tune.method": config.method}, remark)
 
 
-def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.method == "full":
+def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
+    if config.method == "full":
         return NO_ADAPTERS
-    given = theirs.get("model.lora_attn_modules")
-    given = given if isinstance(given, list) else [given]
-    known = list(_ATTENTION)
-    if not all(name in known for name in given if name):
-        reason = f"there the layers of attention are called {', '.join(known)}; set tune.targets"
+    modules = config.get("model.lora_attn_modules")
+    modules = modules if isinstance(modules, list) else [modules]
+    known_modules = list(_ATTENTION)
+    if not all(name in known_modules for name in modules if name):
+        reason = (
+            f"there the layers of attention are called {', '.join(known_modules)}; set tune.targets"
+        )
         return UnsupportedKey(reason, to_do=True)
-    names = [ours for name, ours in _ATTENTION.items() if name in given]
-    names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
-    is_with_head = theirs.is_on("model.apply_lora_to_output")
+    names = [our_name for name, our_name in _ATTENTION.items() if name in modules]
+    names += _MLP if config.is_on("model.apply_lora_to_mlp") else []
+    is_with_head = config.is_on("model.apply_lora_to_output")
     names += ["lm_head"] if is_with_head else []
-    if joined := _fuse_targets(names, str(theirs.get("model._component_"))):
-        return joined
+    if outcome := _fuse_targets(names, str(config.get("model._component_"))):
+        return outcome
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
         return MappedKey({"tune.targets": "all-linear"})
-    return convert_targets(names, "checkpointer.checkpoint_dir", theirs)
+    return convert_targets(names, "checkpointer.checkpoint_dir", config)
 
 
 def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
@@ -249,24 +253,26 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
     """
     if not any(f".{family}." in builder for family in _FUSED_BUILDERS):
         return None
-    ours = list(dict.fromkeys(_FUSED_LAYERS.get(name, name) for name in names))
-    joined = {_FUSED_LAYERS[name] for name in names if name in _FUSED_LAYERS}
-    others = [
-        part for part, whole in _FUSED_LAYERS.items() if whole in joined and part not in names
+    targets = list(dict.fromkeys(_FUSED_LAYERS.get(name, name) for name in names))
+    layers = {_FUSED_LAYERS[name] for name in names if name in _FUSED_LAYERS}
+    added_parts = [
+        part
+        for part, fused_layer in _FUSED_LAYERS.items()
+        if fused_layer in layers and part not in names
     ]
-    if not joined:
-        return MappedKey({"tune.targets": ours})
-    remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter here replaces "
+    if not layers:
+        return MappedKey({"tune.targets": targets})
+    remark = f"{' and '.join(sorted(layers))} of the Hugging Face model: one adapter here replaces "
     remark += "several there"
-    remark += f", and also adapts {' and '.join(others)}" if others else ""
-    return MappedKey({"tune.targets": ours}, remark, to_do=True)
+    remark += f", and also adapts {' and '.join(added_parts)}" if added_parts else ""
+    return MappedKey({"tune.targets": targets}, remark, to_do=True)
 
 
-def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, config: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
-    limits = [theirs.integer(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
+    limits = [config.integer(key) for key in keys if config.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return preferences.convert_seq_len(min(limits), theirs)
+        return preferences.convert_seq_len(min(limits), config)
     return UnsupportedKey(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); otherwise "
         "it is 1024, and longer documents are cut and counted",
@@ -274,8 +280,8 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if "Meta" in _component_name(theirs.get("checkpointer._component_")):
+def _convert_model_path(value: Any, config: ForeignConfig) -> Outcome:
+    if "Meta" in _component_name(config.get("checkpointer._component_")):
         return UnsupportedKey(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
             "node (hf download NAME --local-dir DIR), and set model.path to DIR",
@@ -284,20 +290,20 @@ def _convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     return MappedKey({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
 
 
-def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_batch(value: Any, config: ForeignConfig) -> Outcome:
     shared_by = "tensor_parallel_dim", "context_parallel_dim"
-    return rules.map_global_batch(theirs, "batch_size", "gradient_accumulation_steps", *shared_by)
+    return rules.map_global_batch(config, "batch_size", "gradient_accumulation_steps", *shared_by)
 
 
-def _steps_of_all_epochs(theirs: ForeignConfig) -> int | None:
+def _steps_of_all_epochs(config: ForeignConfig) -> int | None:
     """Return the steps of all epochs together; None if max_steps_per_epoch is not set."""
-    if theirs.get("max_steps_per_epoch") is None:
+    if config.get("max_steps_per_epoch") is None:
         return None
-    return theirs.integer("epochs") * theirs.integer("max_steps_per_epoch")
+    return config.integer("epochs") * config.integer("max_steps_per_epoch")
 
 
-def _convert_run_length(value: Any, theirs: ForeignConfig) -> Outcome:
-    steps = _steps_of_all_epochs(theirs)
+def _convert_run_length(value: Any, config: ForeignConfig) -> Outcome:
+    steps = _steps_of_all_epochs(config)
     if steps is None:
         return MappedKey({"train.epochs": value})
     return MappedKey(
@@ -305,11 +311,11 @@ def _convert_run_length(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_optimizer(value: Any, config: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
         return IgnoredKey("AdamW is the only optimizer")
     if "AdamW8bit" in str(value):
-        return convert_adamw_8bit(theirs, "", "Paged" in str(value))
+        return convert_adamw_8bit(config, "", "Paged" in str(value))
     if "AdamW" in str(value):
         return UnsupportedKey(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit; plan says whether "
@@ -318,26 +324,26 @@ def _convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     return UnsupportedKey(rules.OPTIMIZER_ADVICE, to_do=True)
 
 
-def _convert_betas(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_betas(value: Any, config: ForeignConfig) -> Outcome:
     if isinstance(value, list) and len(value) == 2:
         return MappedKey({"optim.beta1": value[0], "optim.beta2": value[1]})
     return UnsupportedKey("set optim.beta1 and optim.beta2", to_do=True)
 
 
-def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_schedule(value: Any, config: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
         return MappedKey({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if _component_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
         return map_decay_to_zero(
-            "cosine", _steps_of_all_epochs(theirs), theirs.integer(key) if theirs.get(key) else 0
+            "cosine", _steps_of_all_epochs(config), config.integer(key) if config.get(key) else 0
         )
     return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
 
 
-def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.has_preferences:
-        return preferences.map_objective(theirs)
+def _convert_loss(value: Any, config: ForeignConfig) -> Outcome:
+    if config.has_preferences:
+        return preferences.map_objective(config)
     if any(word in str(value) for word in _LOSS_NAMES):
         return IgnoredKey("cross entropy, whose logits are never held whole")
     return UnsupportedKey(
@@ -345,31 +351,31 @@ def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_clip(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_clip(value: Any, config: ForeignConfig) -> Outcome:
     return MappedKey({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
 
 
-def _convert_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_dtype(value: Any, config: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
         return UnsupportedKey(rules.DTYPE_ADVICE)
-    if theirs.method == "full" and value == "bf16":
+    if config.method == "full" and value == "bf16":
         return MappedKey({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
     return MappedKey({"model.dtype": value})
 
 
-def _convert_device(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_device(value: Any, config: ForeignConfig) -> Outcome:
     kind = str(value).partition(":")[0]
     if kind in ("cuda", "cpu"):
         return MappedKey({"run.device": kind})
     return UnsupportedKey("run.device is cuda or cpu")
 
 
-def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
-    kind = "full" if theirs.is_on("enable_activation_checkpointing") else theirs.get("ac_mode")
+def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
+    kind = "full" if config.is_on("enable_activation_checkpointing") else config.get("ac_mode")
     return MappedKey({"parallel.recompute": kind or "none"})
 
 
-def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_logger(value: Any, config: ForeignConfig) -> Outcome:
     if "TensorBoard" in str(value):
         return MappedKey({"run.tensorboard": True})
     if "WandB" in str(value):
@@ -381,32 +387,34 @@ def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _convert_reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not rules.make_tune_config(theirs).has_reference:
+def _convert_reference_path(value: Any, config: ForeignConfig) -> Outcome:
+    if not rules.make_tune_config(config).has_reference:
         return IgnoredKey("no reference is used")
-    first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
-    if str(value).rstrip("/") == first:
+    start_path = str(config.get("checkpointer.checkpoint_dir")).rstrip("/")
+    if str(value).rstrip("/") == start_path:
         return preferences.SAME_REFERENCE
     return UnsupportedKey(preferences.OTHER_REFERENCE + "start from that one", to_do=True)
 
 
-def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
-    defaults: dict[str, Any] = _LOSS_DEFAULTS.get(str(theirs.objective), {}) | {
+def _default_settings(config: ForeignConfig) -> dict[str, Any]:
+    defaults: dict[str, Any] = _LOSS_DEFAULTS.get(str(config.objective), {}) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,
         "lr_scheduler._component_": _NO_SCHEDULER,
     }
-    if not theirs.get("dataset.max_seq_len"):
+    if not config.get("dataset.max_seq_len"):
         defaults["tokenizer.max_seq_len"] = _NO_LIMIT
-    if "AdamW" in str(theirs.get("optimizer._component_")):
+    if "AdamW" in str(config.get("optimizer._component_")):
         defaults["optimizer.weight_decay"] = 0.01
-    if theirs.method != "full":
+    if config.method != "full":
         defaults |= {"model.lora_rank": 8, "model.lora_alpha": 16}
-    if isinstance(several := theirs.get("dataset"), list):
-        is_packed = [isinstance(one, dict) and one.get("packed") is True for one in several]
+    if isinstance(datasets := config.get("dataset"), list):
+        is_packed = [
+            isinstance(dataset, dict) and dataset.get("packed") is True for dataset in datasets
+        ]
         return {**defaults, "dataset.packed": any(is_packed)}
     defaults["dataset.packed"] = False
-    if "alpaca" in str(theirs.get("dataset._component_")) and not theirs.get(
+    if "alpaca" in str(config.get("dataset._component_")) and not config.get(
         "dataset.masking_strategy"
     ):
         defaults["dataset.train_on_input"] = True

@@ -90,8 +90,12 @@ class RenderedChat:
         if index + 1 == len(self.messages):
             return len(self.full_text)
         text = self.render(self.messages_with_sentinel(index + 1)) or ""
-        before, hit, _ = text.partition(SENTINEL)
-        return len(os.path.commonprefix([self.full_text, before])) if hit else len(self.full_text)
+        text_before, sentinel, _ = text.partition(SENTINEL)
+        return (
+            len(os.path.commonprefix([self.full_text, text_before]))
+            if sentinel
+            else len(self.full_text)
+        )
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -99,19 +103,21 @@ class RenderedChat:
 
         It is taken after a turn of another role: a final answer may end with a token of its own.
         """
-        others = [n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"]
-        if others:
-            plain = self.render_first(others[-1])
-            prompted = self.render_first(others[-1], include_generation_prompt=True)
+        other_turns = [
+            n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"
+        ]
+        if other_turns:
+            plain_text = self.render_first(other_turns[-1])
+            prompted_text = self.render_first(other_turns[-1], include_generation_prompt=True)
         else:
-            plain = self.render([SENTINEL_QUESTION])
-            prompted = self.render([SENTINEL_QUESTION], include_generation_prompt=True)
-        plain, prompted = plain or "", prompted or plain or ""
-        at = len(os.path.commonprefix([plain, prompted]))
-        for token in self.special.finditer(prompted):
-            if token.start() < at < token.end():
-                at = token.start()  # two tokens with a common prefix
-        return prompted[at:]
+            plain_text = self.render([SENTINEL_QUESTION])
+            prompted_text = self.render([SENTINEL_QUESTION], include_generation_prompt=True)
+        plain_text, prompted_text = plain_text or "", prompted_text or plain_text or ""
+        start = len(os.path.commonprefix([plain_text, prompted_text]))
+        for token in self.special.finditer(prompted_text):
+            if token.start() < start < token.end():
+                start = token.start()  # two tokens with a common prefix
+        return prompted_text[start:]
 
 
 # -- Special tokens that users typed, kept apart from those that the chat template writes.
@@ -139,11 +145,13 @@ class SpecialTokenEscapes:
         self._typed_tokens = [ESCAPE, *sorted(set(special_tokens), key=len, reverse=True)]
         self._number = {text: index for index, text in enumerate(self._typed_tokens)}
         self._all_pattern = longest_match_pattern(self._typed_tokens)
-        others = [text for text in self._typed_tokens if not _REASONING.search(text)]
-        self._all_but_reasoning = longest_match_pattern(others)
-        own = {text for text in others if text != ESCAPE and text not in turn_tokens}
-        self._all_but_own = longest_match_pattern([text for text in others if text not in own])
-        self._own_pattern = longest_match_pattern(sorted(own))
+        other_tokens = [text for text in self._typed_tokens if not _REASONING.search(text)]
+        self._all_but_reasoning = longest_match_pattern(other_tokens)
+        own_tokens = {text for text in other_tokens if text != ESCAPE and text not in turn_tokens}
+        self._all_but_own = longest_match_pattern(
+            [text for text in other_tokens if text not in own_tokens]
+        )
+        self._own_pattern = longest_match_pattern(sorted(own_tokens))
         last = chr(_FIRST + len(self._typed_tokens) - 1)
         self._escape_pattern = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
@@ -193,9 +201,9 @@ class SpecialTokenEscapes:
             elif piece:
                 yield piece, None
 
-    def _hide_token(self, hit: re.Match[str]) -> str:
-        self._counters.control_texts += hit[0] != ESCAPE
-        return ESCAPE + chr(_FIRST + self._number[hit[0]])
+    def _hide_token(self, match: re.Match[str]) -> str:
+        self._counters.control_texts += match[0] != ESCAPE
+        return ESCAPE + chr(_FIRST + self._number[match[0]])
 
 
 def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
@@ -214,11 +222,13 @@ def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def _join_alternatives(node: dict[str, Any]) -> str:
-    ways = [re.escape(char) + _join_alternatives(below) for char, below in node.items() if char]
-    if not ways:
+    branches = [
+        re.escape(char) + _join_alternatives(subtree) for char, subtree in node.items() if char
+    ]
+    if not branches:
         return ""
-    either = ways[0] if len(ways) == 1 and "" not in node else f"(?:{'|'.join(ways)})"
-    return f"{either}?" if "" in node else either
+    pattern = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return f"{pattern}?" if "" in node else pattern
 
 
 # -- Blocks: what a template marks with {% generation %}.
@@ -233,8 +243,8 @@ def mark_generation_blocks(template: Any) -> str | None:
     if not isinstance(template, str) or not _GENERATION_TAG.search(template):
         return None
 
-    def marked_text(hit: re.Match[str]) -> str:
-        left, end, right = hit.groups()
+    def marked_text(match: re.Match[str]) -> str:
+        left, end, right = match.groups()
         if end:
             return f"{{%{left} print '{MARK}' %}}{{% endgeneration {right}%}}"
         return f"{{%{left} generation %}}{{% print '{MARK}' {right}%}}"
@@ -244,13 +254,13 @@ def mark_generation_blocks(template: Any) -> str | None:
 
 def find_marked_blocks(marked_text: str, full_text: str) -> list[Span] | None:
     """Return the spans between marks; None if ``marked_text`` is not ``full_text`` but for them."""
-    pieces, spans, at = marked_text.split(MARK), [], 0
+    pieces, spans, position = marked_text.split(MARK), [], 0
     if "".join(pieces) != full_text:
         return None
     for index, piece in enumerate(pieces):
         if index % 2:
-            spans.append((at, at + len(piece)))
-        at += len(piece)
+            spans.append((position, position + len(piece)))
+        position += len(piece)
     return spans
 
 
@@ -264,9 +274,11 @@ def group_by_answer(
     """
     shares: list[list[Span]] = [[] for _ in answers]
     for block in blocks:
-        begun = [n for n, span in enumerate(answers) if span is not None and span[0] < block[1]]
+        begun_answers = [
+            n for n, span in enumerate(answers) if span is not None and span[0] < block[1]
+        ]
         if block[0] < block[1]:
-            shares[begun[-1] if begun else 0].append(block)
+            shares[begun_answers[-1] if begun_answers else 0].append(block)
     return [*map(tuple, shares)]
 
 
@@ -288,13 +300,13 @@ class AnswerFinder:
             spans = [
                 self._find_by_tool_calls(chat, index)
                 or self._find_by_sentinel(chat, index)
-                or known
-                for index, known in zip(answers, spans, strict=True)
+                or prefix_span
+                for index, prefix_span in zip(answers, spans, strict=True)
             ]
         end = 0
-        for at, span in enumerate(spans):
+        for number, span in enumerate(spans):
             if span is not None and span[0] < end:
-                spans[at] = None
+                spans[number] = None
             elif span is not None:
                 end = span[1]
         return spans
@@ -306,8 +318,8 @@ class AnswerFinder:
         token at the end of the message's own content does not count.
         """
         answer = full_text[slice(*span)].rstrip()
-        words = (message.get("content") or "").rpartition("</think>")[2].strip()
-        is_own = words.endswith(self._tokens) and answer.endswith(words)
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        is_own = content.endswith(self._tokens) and answer.endswith(content)
         return answer.endswith(self._tokens) and not is_own
 
     def extend_by_next_turn_token(
@@ -324,31 +336,31 @@ class AnswerFinder:
         stop = span[0] + len(full_text[slice(*span)].rstrip())
         if index + 1 < len(messages):
             is_end = messages[index + 1]["role"] not in ("assistant", "system")
-            hit = self._next_special_token.match(full_text, stop) if is_end else None
-            return (full_text, (span[0], hit.end())) if hit else None
+            match = self._next_special_token.match(full_text, stop) if is_end else None
+            return (full_text, (span[0], match.end())) if match else None
         if full_text[stop:].strip():
             return None  # text that ends the whole chat
-        substituted = chat.messages_with_sentinel(index)
-        text_as_last_turn = chat.text_after_sentinel(substituted)
+        sentinel_messages = chat.messages_with_sentinel(index)
+        text_as_last_turn = chat.text_after_sentinel(sentinel_messages)
         last = text_as_last_turn.rstrip()  # tool calls
         followers = [SENTINEL_TOOL_RESULT] if messages[index].get("tool_calls") else []
         for follower in [*followers, SENTINEL_QUESTION]:
-            followed = chat.text_after_sentinel([*substituted, follower])
-            hit = self._next_special_token.match(followed, len(last))
-            if hit and followed.startswith(last):
-                full_text = full_text.removesuffix(text_as_last_turn[len(last) :]) + hit[0]
+            followed_text = chat.text_after_sentinel([*sentinel_messages, follower])
+            match = self._next_special_token.match(followed_text, len(last))
+            if match and followed_text.startswith(last):
+                full_text = full_text.removesuffix(text_as_last_turn[len(last) :]) + match[0]
                 return full_text, (span[0], len(full_text))
         return None
 
     # -- By beginnings.
 
     def _find_by_prefixes(self, chat: RenderedChat, index: int) -> Span | None:
-        before, text_after = chat.prompt(index), chat.render_first(index + 1)
-        if before is None or text_after is None or not chat.full_text.startswith(text_after):
+        text_before, text_after = chat.prompt(index), chat.render_first(index + 1)
+        if text_before is None or text_after is None or not chat.full_text.startswith(text_after):
             return None
-        if not text_after.startswith(before) or text_after == before:
+        if not text_after.startswith(text_before) or text_after == text_before:
             return None
-        span = len(before), len(text_after)
+        span = len(text_before), len(text_after)
         if self.has_end_token(chat.full_text, span, chat.messages[index]):
             return span[0], len(text_after.rstrip())  # without the whitespace after the end token
         return span
@@ -384,37 +396,39 @@ class AnswerFinder:
         Only tokens in ``text`` after ``start`` count; of equally good ones, the last. None if no
         text before one ends as ``answer`` does, without the whitespace before the token.
         """
-        best, most = None, 1
+        best_end, max_common = None, 1
         for token in self.special.finditer(text, start):
-            before = text[: token.start()].rstrip()
-            same = len(os.path.commonprefix([before[::-1], answer[::-1]]))
-            if same >= most and token[0] == end:
-                best, most = token.end(), same
-        return best
+            text_before = text[: token.start()].rstrip()
+            num_common = len(os.path.commonprefix([text_before[::-1], answer[::-1]]))
+            if num_common >= max_common and token[0] == end:
+                best_end, max_common = token.end(), num_common
+        return best_end
 
     # -- By a sentinel.
 
     def _find_by_sentinel(self, chat: RenderedChat, index: int) -> Span | None:
         # Calls are written after the content, and belong to the answer.
-        substituted = chat.messages_with_sentinel(index)
-        has_calls = substituted[index].pop("tool_calls", None) is not None
-        whole = chat.render(substituted)
-        if whole is None or whole.count(SENTINEL) != 1:
+        sentinel_messages = chat.messages_with_sentinel(index)
+        has_calls = sentinel_messages[index].pop("tool_calls", None) is not None
+        sentinel_text = chat.render(sentinel_messages)
+        if sentinel_text is None or sentinel_text.count(SENTINEL) != 1:
             return None
-        before, _, text_after = whole.partition(SENTINEL)
+        text_before, _, text_after = sentinel_text.partition(SENTINEL)
         start = (
-            chat.prompt_end(index, before)
+            chat.prompt_end(index, text_before)
             or self._start_after_opening(
-                before, chat.generation_prompt, is_first_message=index == 0
+                text_before, chat.generation_prompt, is_first_message=index == 0
             )
             or self._start_after_prompt(chat, index)
-            or len(before)
+            or len(text_before)
         )
-        start = min(start, len(before))
-        if chat.full_text[:start] != before[:start]:
+        start = min(start, len(text_before))
+        if chat.full_text[:start] != text_before[:start]:
             return None
         is_last = index + 1 == len(chat.messages)
-        text_as_last_turn = whole if is_last else chat.render(substituted[: index + 1])
+        text_as_last_turn = (
+            sentinel_text if is_last else chat.render(sentinel_messages[: index + 1])
+        )
         stop = self._end_after_sentinel(chat, index, text_after, text_as_last_turn)
         if stop is None or (has_calls and stop > chat.next_content_start(index)):
             return None  # its calls are written elsewhere, with other messages in between
@@ -429,16 +443,18 @@ class AnswerFinder:
         to this answer, with the sentinel; None if the template refuses that.
         """
         full_text, after_alone = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
-        ends = self._common_special_prefix_length(text_after, after_alone)
-        if not ends and (text_as_last_turn is None or self._next_special_token.match(after_alone)):
-            ends = self._shared_end_length(chat, index, text_after)
+        end_length = self._common_special_prefix_length(text_after, after_alone)
+        if not end_length and (
+            text_as_last_turn is None or self._next_special_token.match(after_alone)
+        ):
+            end_length = self._shared_end_length(chat, index, text_after)
         if full_text.endswith(text_after):
-            return len(full_text) - len(text_after) + ends
+            return len(full_text) - len(text_after) + end_length
         # The turn ends with another token: some templates have a separate one for tool calls.
-        first = self._next_special_token.match(text_after)
-        rest = text_after[first.end() :] if first else text_after
-        stop = len(full_text) - len(rest)
-        is_end = full_text.endswith(rest) and full_text[:stop].endswith(self._tokens)
+        first_token = self._next_special_token.match(text_after)
+        remaining_text = text_after[first_token.end() :] if first_token else text_after
+        stop = len(full_text) - len(remaining_text)
+        is_end = full_text.endswith(remaining_text) and full_text[:stop].endswith(self._tokens)
         return stop if is_end else None
 
     def _shared_end_length(self, chat: RenderedChat, index: int, text_after: str) -> int:
@@ -449,23 +465,23 @@ class AnswerFinder:
         answer may then open the next turn instead: the generation prompt begins with that token, or
         it only stands before turns of one role.
         """
-        first = self._next_special_token.match(text_after)
-        if first is None or chat.generation_prompt.lstrip().startswith(first[1]):
+        first_token = self._next_special_token.match(text_after)
+        if first_token is None or chat.generation_prompt.lstrip().startswith(first_token[1]):
             return 0
         roles = [*(message["role"] for message in chat.messages), None]
         follower = roles[index + 1]
-        substituted = [SENTINEL_QUESTION, *chat.messages]
-        for other, role in enumerate(roles[:-1]):
-            if role != "assistant" and not roles[other + 1] == follower != "assistant":
-                substituted = chat.messages_with_sentinel(other)
+        sentinel_messages = [SENTINEL_QUESTION, *chat.messages]
+        for number, role in enumerate(roles[:-1]):
+            if role != "assistant" and not roles[number + 1] == follower != "assistant":
+                sentinel_messages = chat.messages_with_sentinel(number)
                 break
-        end = self._next_special_token.match(chat.text_after_sentinel(substituted))
-        return first.end() if end and end[1] == first[1] else 0
+        end = self._next_special_token.match(chat.text_after_sentinel(sentinel_messages))
+        return first_token.end() if end and end[1] == first_token[1] else 0
 
-    def _common_special_prefix_length(self, one: str, other: str) -> int:
+    def _common_special_prefix_length(self, text: str, other_text: str) -> int:
         """Return the length of the special tokens with which both texts begin."""
         end = 0
-        while (a := self._next_special_token.match(one, end)) and other.startswith(a[0], end):
+        while (a := self._next_special_token.match(text, end)) and other_text.startswith(a[0], end):
             end = a.end()
         return end
 
@@ -480,43 +496,45 @@ class AnswerFinder:
         """
         if index == 0:
             return None
-        substituted = chat.messages_with_sentinel(index - 1)
+        sentinel_messages = chat.messages_with_sentinel(index - 1)
         full_text = chat.full_text
         opening = chat.generation_prompt
-        before = substituted[:index]
+        earlier_messages = sentinel_messages[:index]
         texts = [
-            chat.render(substituted),
-            chat.render(before),
-            chat.render(before, include_generation_prompt=True),
+            chat.render(sentinel_messages),
+            chat.render(earlier_messages),
+            chat.render(earlier_messages, include_generation_prompt=True),
         ]
         if any(text is None or text.count(SENTINEL) != 1 for text in texts):
             return None
-        rest, plain, prompt = ((text or "").partition(SENTINEL)[2] for text in texts)
-        if not full_text.endswith(rest):
+        remaining_text, plain, prompt = ((text or "").partition(SENTINEL)[2] for text in texts)
+        if not full_text.endswith(remaining_text):
             return None
         # The previous turn may end differently here than when it ends the chat.
-        least = len(os.path.commonprefix([plain, prompt]))
-        least = max(least, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
+        min_length = len(os.path.commonprefix([plain, prompt]))
+        min_length = max(min_length, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
         for length in [len(prompt), *self._token_and_line_ends(prompt)]:
-            if (length > least or length == len(prompt)) and rest.startswith(prompt[:length]):
-                start = len(full_text) - len(rest) + length
+            if (length > min_length or length == len(prompt)) and remaining_text.startswith(
+                prompt[:length]
+            ):
+                start = len(full_text) - len(remaining_text) + length
                 return start + len(opening) * full_text.startswith(opening, start)
         return None
 
-    def _start_after_opening(self, before: str, opening: str, is_first_message: bool) -> int | None:
-        """Return where an answer begins in ``before``, the text up to its content; None if unsure.
+    def _start_after_opening(self, prefix: str, opening: str, is_first_message: bool) -> int | None:
+        """Return where an answer begins in ``prefix``, the text up to its content; None if unsure.
 
         It begins after its turn's opening, or after as much of the opening as is there. If the
         answer is the chat's first message, the opening cannot be mistaken for another turn's.
         """
         for length in self._token_and_line_ends(opening):
-            at = before.rfind(opening[:length])
+            start = prefix.rfind(opening[:length])
             is_own = is_first_message and length == len(opening)
-            if at >= 0 and (is_own or not self.special.search(before, at + length)):
-                return at + length
+            if start >= 0 and (is_own or not self.special.search(prefix, start + length)):
+                return start + length
         return None
 
     def _token_and_line_ends(self, opening: str) -> list[int]:
         """Return where special tokens and lines end in ``opening``, the last place first."""
-        ends = [hit.end() for hit in re.finditer(rf"{self.special.pattern}|\n", opening)]
+        ends = [match.end() for match in re.finditer(rf"{self.special.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)

@@ -101,22 +101,26 @@ class Renderer:
                 " no chat template; set data.chat_template to a Jinja file, or use the instruct"
                 " model's"
             )
-        typed = example = replace(example, messages=self._fill_null_content(example.messages))
-        others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
-        roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
+        original = example = replace(example, messages=self._fill_null_content(example.messages))
+        other_roles = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
+        roles = (
+            f"; roles beside system, user and assistant: {', '.join(other_roles)}"
+            if other_roles
+            else ""
+        )
         try:
             example, full_text = self._render_chat(example)
         except TemplateSyntaxError as error:  # the model's own; a file's was parsed before
-            where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
+            source = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
             raise DataError(
-                f"{where}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "
+                f"{source}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "
                 "or set data.chat_template to a Jinja file"
             ) from None
         except TEMPLATE_ERRORS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_MAX_REASON_CHARS]}"
             return f"the chat template refused the messages ({reason}){roles}"
-        if ESCAPE_IN_ASCII_JSON in full_text and example != typed:
+        if ESCAPE_IN_ASCII_JSON in full_text and example != original:
             return _ASCII_JSON_REASON
         self._count_omitted_content(example, full_text)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
@@ -154,14 +158,14 @@ class Renderer:
                 )
             texts = [str(message.get("content") or "") for message in chat.messages]
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
-        typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
+        original = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
             chat, text = self._render_chat(chat, include_generation_prompt=True)
         except TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refuses the messages: {first_line(error)[:_MAX_REASON_CHARS]}"
             ) from None
-        if ESCAPE_IN_ASCII_JSON in text and chat != typed:
+        if ESCAPE_IN_ASCII_JSON in text and chat != original:
             raise DataError(_ASCII_JSON_REASON)
         if (full_text := self._make_render(chat)(chat.messages)) is not None:
             self._count_omitted_content(chat, full_text)
@@ -175,7 +179,7 @@ class Renderer:
         full_text: str,
     ) -> RenderedText | str:
         """Select the answers of a chat as learned text; count those that are not learned."""
-        learned: list[Span] = []
+        learned_spans: list[Span] = []
         weights: list[float] = []
         num_empty = num_unmarked = 0
         for number, spans in zip(answer_indices, answer_spans, strict=True):
@@ -190,8 +194,8 @@ class Renderer:
             self._counters.lost_reasoning += _read_reasoning(message) not in answer
             self._counters.written_reasoning += _is_reasoning_present(message, answer)
             names = Counter(_called_tools(message))
-            written = answer if spans else full_text
-            lost_calls = any(written.count(name) < names[name] for name in names)
+            searched_text = answer if spans else full_text
+            lost_calls = any(searched_text.count(name) < names[name] for name in names)
             self._counters.lost_calls += lost_calls
             if _is_empty_answer(message, answer) and (spans or lost_calls or not names):
                 num_empty += 1
@@ -201,12 +205,12 @@ class Renderer:
                 *others, last = spans
                 if not self._answers.has_end_token(full_text, last, message):
                     full_text, last = self._include_end_token(example, number, full_text, last)
-                learned += [*others, last]
+                learned_spans += [*others, last]
                 weights += [example.weights.get(number, example.weight)] * len(spans)
         self._counters.empty_answers += num_empty
         self._counters.unmarked_answers += num_unmarked
-        if learned:
-            return RenderedText(full_text, learned, weights=_drop_weights_if_all_one(weights))
+        if learned_spans:
+            return RenderedText(full_text, learned_spans, weights=_drop_weights_if_all_one(weights))
         if num_empty == len(answer_indices):
             return "empty answer"
         if num_empty + len(example.unlearned) == len(answer_indices):
@@ -224,13 +228,13 @@ class Renderer:
         what is learned, text and answer stay as they are.
         """
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
-        ended = None
+        text_and_span = None
         if not is_marked:
-            rendered = self._make_rendered_chat(chat, full_text)
-            ended = self._answers.extend_by_next_turn_token(rendered, number, span)
-        self._counters.unended_answers += ended is None
-        self._counters.ended_by_next += ended is not None
-        return ended or (full_text, span)
+            rendered_chat = self._make_rendered_chat(chat, full_text)
+            text_and_span = self._answers.extend_by_next_turn_token(rendered_chat, number, span)
+        self._counters.unended_answers += text_and_span is None
+        self._counters.ended_by_next += text_and_span is not None
+        return text_and_span or (full_text, span)
 
     def _make_rendered_chat(self, chat: Chat, full_text: str) -> RenderedChat:
         return RenderedChat(
@@ -276,8 +280,8 @@ class Renderer:
             )
         if blocks is not None and len(blocks) == len(answer_indices):
             return [(block,) for block in blocks]
-        rendered = self._make_rendered_chat(chat, full_text)
-        spans = self._answers.find(rendered, answer_indices)
+        rendered_chat = self._make_rendered_chat(chat, full_text)
+        spans = self._answers.find(rendered_chat, answer_indices)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]
         return [None if span is None else (span,) for span in spans]
@@ -287,13 +291,13 @@ class Renderer:
 
         Null content beside tool calls stays: templates check whether there is also text.
         """
-        filled = []
+        filled_messages = []
         for message in messages:
             if "content" in message and message["content"] is None and not _called_tools(message):
                 self._counters.null_contents += message["role"] != "assistant"
                 message = {**message, "content": ""}
-            filled.append(message)
-        return filled
+            filled_messages.append(message)
+        return filled_messages
 
     def _count_omitted_content(self, chat: Chat, full_text: str) -> None:
         """Count the messages, but for the assistant's, and tools that the template does not write.
@@ -308,14 +312,16 @@ class Renderer:
             and (text := (message.get("content") or "").strip())
             and not (message["role"] in self._written_roles and text in full_text)
         }
-        substituted = [
+        sentinel_messages = [
             {**message, "content": suspects[number]} if number in suspects else message
             for number, message in enumerate(chat.messages)
         ]
         names = [_tool_name(tool) for tool in chat.tools or ()]
         try:
-            written = (
-                self._apply_template(substituted, False, chat.tools).lower() if suspects else ""
+            sentinel_text = (
+                self._apply_template(sentinel_messages, False, chat.tools).lower()
+                if suspects
+                else ""
             )
             if names and not (self._shows_tools and all(name in full_text for name in names)):
                 template, _ = self._templates.choose(has_tools=True)
@@ -327,7 +333,7 @@ class Renderer:
             return
         for number, sentinel in suspects.items():
             role = chat.messages[number]["role"]
-            if sentinel.lower() in written:
+            if sentinel.lower() in sentinel_text:
                 self._written_roles.add(role)
             else:
                 self._counters.count_role("left_out", role)
@@ -337,15 +343,17 @@ class Renderer:
 
         All special tokens if the template renders no trial chat, or writes none of them in it.
         """
-        named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
+        named_tokens = {
+            t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)
+        }
         for roles in _TRIAL_TURNS if self._templates else ():
             turns = [{"role": role, "content": SENTINEL} for role in roles]
             try:
                 text = self._apply_template(turns, True, None)
             except TEMPLATE_ERRORS:
                 continue
-            around = {token for token in special if token in text}
-            return named | (around or {*special})
+            turn_tokens = {token for token in special if token in text}
+            return named_tokens | (turn_tokens or {*special})
         return {*special}
 
     def _select_all_except_unlearned(
@@ -355,7 +363,7 @@ class Renderer:
 
         Answers with their own weights are learned with those weights.
         """
-        learned, weights, at = [], [], 0
+        learned_spans, weights, position = [], [], 0
         for number, spans in zip(answer_indices, answer_spans, strict=True):
             is_unlearned = number in chat.unlearned
             if not is_unlearned and number not in chat.weights:
@@ -364,26 +372,26 @@ class Renderer:
                 kind = "is left out" if is_unlearned else "has a weight"
                 return f"the chat template does not show where an answer that {kind} begins"
             span = spans[0][0], spans[-1][1]
-            learned.append((at, span[0]))
+            learned_spans.append((position, span[0]))
             weights.append(chat.weight)
-            at = span[1]
+            position = span[1]
             self._counters.marked_answers += is_unlearned
             if not is_unlearned:
-                learned.append(span)
+                learned_spans.append(span)
                 weights.append(chat.weights[number])
-        learned.append((at, len(full_text)))
+        learned_spans.append((position, len(full_text)))
         weights.append(chat.weight)
-        return RenderedText(full_text, learned, weights=_drop_weights_if_all_one(weights))
+        return RenderedText(full_text, learned_spans, weights=_drop_weights_if_all_one(weights))
 
     def _render_plain(self, example: Completion) -> RenderedText | str:
         if not example.completion.strip():
             return "empty answer"
-        before = f"{example.system}\n\n" if example.system else ""
-        prompt = before + example.plain_prompt
+        system_text = f"{example.system}\n\n" if example.system else ""
+        prompt = system_text + example.plain_prompt
         text = prompt + example.completion
         spans = None
         if self._loss_on == "answers":
-            shift = len(before)
+            shift = len(system_text)
             spans = [(shift + start, shift + stop) for start, stop in example.plain_answers]
             spans.append((len(prompt), len(text)))
         weights = _drop_weights_if_all_one([example.weight] * (1 if spans is None else len(spans)))
@@ -421,9 +429,9 @@ def find_answer_end_token(tokenizer: FastTokenizer) -> str | None:
 
 def list_special_tokens(tokenizer: FastTokenizer) -> list[str]:
     """Return the special tokens of a tokenizer, as text."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    marked = {token.content for token in added if token.special}
-    return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
+    added_tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    special_tokens = {token.content for token in added_tokens if token.special}
+    return sorted(filter(None, special_tokens | {*tokenizer.all_special_tokens}))
 
 
 def _drop_weights_if_all_one(weights: Sequence[float]) -> tuple[float, ...]:
@@ -434,8 +442,8 @@ def _drop_weights_if_all_one(weights: Sequence[float]) -> tuple[float, ...]:
 def _is_empty_answer(message: dict[str, Any], learned: str) -> bool:
     """Return whether an answer has no text, and ``learned`` has none of its reasoning or calls."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
-    others = [_read_reasoning(message), *_called_tools(message)]
-    return not (text or any(other and other in learned for other in others))
+    other_parts = [_read_reasoning(message), *_called_tools(message)]
+    return not (text or any(part and part in learned for part in other_parts))
 
 
 def _called_tools(message: dict[str, Any]) -> list[str]:

@@ -81,14 +81,18 @@ class MegatronIndex:
 
     def sequence_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of sequences; one past the last of them, the size of the .bin."""
-        at = _HEADER.size + 4 * self.num_sequences + 8 * start
-        found = self._read("<i8", at, min(stop, self.num_sequences) - start)
-        return np.append(found, self.data.stat().st_size) if stop > self.num_sequences else found
+        offset = _HEADER.size + 4 * self.num_sequences + 8 * start
+        byte_offsets = self._read("<i8", offset, min(stop, self.num_sequences) - start)
+        return (
+            np.append(byte_offsets, self.data.stat().st_size)
+            if stop > self.num_sequences
+            else byte_offsets
+        )
 
     def first_sequences(self, start: int, stop: int) -> np.ndarray:
         """Return documents' first sequences; one past the last document, the sequence count."""
-        at = _HEADER.size + 12 * self.num_sequences + 8 * start
-        return self._read("<i8", at, stop - start)
+        offset = _HEADER.size + 12 * self.num_sequences + 8 * start
+        return self._read("<i8", offset, stop - start)
 
     def document_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of documents ``start`` to ``stop``, and of the last one's end.
@@ -101,10 +105,10 @@ class MegatronIndex:
 
     def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
         file = megatron_index_path(self.data)
-        found = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
-        if len(found) < count:
+        values = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
+        if len(values) < count:
             raise DataError(f"{file} was cut off while it was read; {_MEGATRON_ADVICE}")
-        return found
+        return values
 
 
 def open_megatron_index(data: Path) -> MegatronIndex:
@@ -114,9 +118,9 @@ def open_megatron_index(data: Path) -> MegatronIndex:
         DataError: if it is cut off, is no index, or has a form that is not read (images, floats).
     """
     file = megatron_index_path(data)
-    with file.open("rb") as opened:
-        header = opened.read(_HEADER.size)
-        size = os.fstat(opened.fileno()).st_size
+    with file.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+        size = os.fstat(stream.fileno()).st_size
     if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
         raise DataError(
             f"{file} is not a Megatron index: it begins with {header[:9]!r}, expected {_MAGIC!r} "
@@ -131,17 +135,19 @@ def open_megatron_index(data: Path) -> MegatronIndex:
         kind = (
             "of floating-point numbers" if code in _FLOAT_CODES else f"of the unknown code {code}"
         )
-        found = f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
-        raise DataError(f"{file} {found}; {_MEGATRON_ADVICE}")
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
-    if size == expected + num_sequences > expected:
+        problem = (
+            f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
+        )
+        raise DataError(f"{file} {problem}; {_MEGATRON_ADVICE}")
+    expected_size = _HEADER.size + 12 * num_sequences + 8 * num_indices
+    if size == expected_size + num_sequences > expected_size:
         raise DataError(
             f"{file} has sequence modes, as data with images does; only text is read here"
         )
-    if size != expected:
+    if size != expected_size:
         raise DataError(
             f"{file} has {size:,} bytes, but its {num_sequences:,} sequences and "
-            f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_MEGATRON_ADVICE}"
+            f"{max(num_indices - 1, 0):,} documents take {expected_size:,}; {_MEGATRON_ADVICE}"
         )
     return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
@@ -241,12 +247,12 @@ def list_pydocs_modules(heldout: bool) -> list[str]:
 def read_pydocs_module(name: str) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs for a top-level module and everything in it."""
     seen = set()
-    for dotted, path in _module_files(name):
+    for module_name, path in _module_files(name):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates that a distributor leaves among the sources
             continue
-        for pair in _module_pairs(dotted, tree):
+        for pair in _module_pairs(module_name, tree):
             if pair not in seen:
                 seen.add(pair)
                 yield pair
@@ -298,13 +304,13 @@ def _docstring_answer(
 ) -> str:
     """Return the docstring's first paragraphs up to the limit, "" if nothing is fit to learn."""
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-    kept = ""
+    answer = ""
     for paragraph in text.split("\n\n"):
-        if kept and len(kept) + 2 + len(paragraph) > MAX_ANSWER_CHARS:
+        if answer and len(answer) + 2 + len(paragraph) > MAX_ANSWER_CHARS:
             break
-        kept = f"{kept}\n\n{paragraph}" if kept else paragraph
-    kept = kept.strip()
-    return kept if MIN_ANSWER_CHARS <= len(kept) <= MAX_ANSWER_CHARS else ""
+        answer = f"{answer}\n\n{paragraph}" if answer else paragraph
+    answer = answer.strip()
+    return answer if MIN_ANSWER_CHARS <= len(answer) <= MAX_ANSWER_CHARS else ""
 
 
 # -- Raw data as chunks of work, and chunks as examples.
@@ -409,11 +415,11 @@ def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
         return ((paths, len(_builtin_modules(paths)), sys.version),)
     facts = []
     for file in _list_files(paths):
-        with file.open("rb") as opened:
-            data = opened.read(_HASHED_END_BYTES)
-            size = opened.seek(0, 2)
-            opened.seek(max(size - _HASHED_END_BYTES, 0))
-            data += opened.read(_HASHED_END_BYTES)
+        with file.open("rb") as stream:
+            data = stream.read(_HASHED_END_BYTES)
+            size = stream.seek(0, 2)
+            stream.seek(max(size - _HASHED_END_BYTES, 0))
+            data += stream.read(_HASHED_END_BYTES)
         facts.append((str(file), size, hashlib.sha256(data).hexdigest()))
     return tuple(facts)
 
@@ -447,16 +453,18 @@ def _split_file(file: Path) -> list[Chunk]:
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
     if kind == "arrow":
         cuts = raw_files.split_arrow_batches(file, CHUNK_BYTES)
-        return [Chunk(kind, str(file), *cut) for cut in itertools.pairwise(cuts)]
+        return [Chunk(kind, str(file), *bounds) for bounds in itertools.pairwise(cuts)]
     if kind == "megatron":
         ranges = split_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
-        return [Chunk(kind, str(file), *cut) for cut in ranges]
+        return [Chunk(kind, str(file), *bounds) for bounds in ranges]
     if kind == "jsonl" and raw_files.is_json_array(file):
         return [Chunk("array", str(file), 0, size)]
     if kind == "csv" or raw_files.is_compressed(file):
         return [Chunk(kind, str(file), 0, size)]
     step = max(CHUNK_BYTES, -(-size // MAX_CHUNKS_PER_FILE))
-    return [Chunk(kind, str(file), at, min(at + step, size)) for at in range(0, size, step)]
+    return [
+        Chunk(kind, str(file), start, min(start + step, size)) for start in range(0, size, step)
+    ]
 
 
 def _read_rows(

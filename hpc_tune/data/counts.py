@@ -121,20 +121,20 @@ class Counters:
     def add(self, other: "Counters") -> None:
         """Add another part's counts to these."""
         for name, value in asdict(other).items():
-            own = getattr(self, name)
-            if isinstance(own, dict):
+            total = getattr(self, name)
+            if isinstance(total, dict):
                 for key, count in value.items():
-                    own[key] = own.get(key, 0) + count
+                    total[key] = total.get(key, 0) + count
             else:
-                setattr(self, name, own + value)
+                setattr(self, name, total + value)
 
     def __str__(self) -> str:
         """Return one line for a person."""
-        made = (
+        summary = (
             f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
             f" {self.loss_tokens:,} of them learned"
         )
-        return "; ".join([made, *self.remarks()])
+        return "; ".join([summary, *self.remarks()])
 
     def remarks(self) -> list[str]:
         """Return what was cut, not learned and dropped, one phrase each."""
@@ -186,8 +186,8 @@ class ReadFindings:
     def note_columns(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Add names of columns that were read, or were not."""
         self.used += [name for name in used if name not in self.used]
-        fresh = [name for name in unread if name not in self.unread]
-        self.unread += fresh[: max(_MAX_COLUMN_NAMES - len(self.unread), 0)]
+        new_names = [name for name in unread if name not in self.unread]
+        self.unread += new_names[: max(_MAX_COLUMN_NAMES - len(self.unread), 0)]
 
     def add(self, other: "ReadFindings") -> None:
         """Add the findings of a later chunk."""
@@ -205,13 +205,13 @@ class ReadFindings:
             names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
             lines.append(f"columns read under another name: {names} (data.columns can change that)")
         if unread := [name for name in self.unread if name not in self.read_as]:
-            more = ", ..." if len(unread) >= _MAX_COLUMN_NAMES else ""
+            ellipsis = ", ..." if len(unread) >= _MAX_COLUMN_NAMES else ""
             names = ", ".join(name or '""' for name in sorted(unread))
-            lines.append(f"columns not read: {names}{more}")
+            lines.append(f"columns not read: {names}{ellipsis}")
         if self.num_marked:
             lines.append(f"{self.num_marked:,} rows left out, as the data mark them")
         if self.num_bad:
-            rest = self.num_bad - len(self.first_bad)
-            shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
-            lines.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
+            num_unshown = self.num_bad - len(self.first_bad)
+            row_texts = [*self.first_bad, *([f"and {num_unshown:,} more"] if num_unshown else [])]
+            lines.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(row_texts))
         return lines

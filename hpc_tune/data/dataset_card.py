@@ -37,25 +37,25 @@ def glob_files(pattern: str) -> list[str]:
     """
     parts = Path(pattern).parts
     if _ANY_FOLDERS not in parts:
-        for at, part in enumerate(parts):
-            for base in glob.glob(str(Path(*parts[:at]))) if glob.has_magic(part) else ():
+        for index, part in enumerate(parts):
+            for base in glob.glob(str(Path(*parts[:index]))) if glob.has_magic(part) else ():
                 _list_entries(base)
         return sorted(glob.glob(pattern))
-    at = parts.index(_ANY_FOLDERS)
-    found = set()
-    for base in glob_files(str(Path(*parts[:at]))):
+    index = parts.index(_ANY_FOLDERS)
+    paths = set()
+    for base in glob_files(str(Path(*parts[:index]))):
         for folder in _walk_folders(Path(base), set()):
-            inner = str(Path(glob.escape(str(folder)), *(parts[at + 1 :] or "*")))
-            found |= {*glob_files(inner), *(() if parts[at + 1 :] else [str(folder)])}
-    return sorted(found)
+            inner = str(Path(glob.escape(str(folder)), *(parts[index + 1 :] or "*")))
+            paths |= {*glob_files(inner), *(() if parts[index + 1 :] else [str(folder)])}
+    return sorted(paths)
 
 
 def _walk_folders(folder: Path, seen: set[str]) -> Iterator[Path]:
     """Yield a folder and all folders below it that are not hidden, each of them once."""
     seen.add(os.path.realpath(folder))
-    if (found := _list_entries(folder)) is None:
+    if (listing := _list_entries(folder)) is None:
         return
-    entries = [entry for entry in found if entry.is_dir()]
+    entries = [entry for entry in listing if entry.is_dir()]
     yield folder
     for entry in sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name)):
         if not entry.name.startswith(".") and os.path.realpath(entry.path) not in seen:
@@ -97,8 +97,8 @@ class Configuration:
         """Return the data.path that reads a whole split and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
-        matched = {Path(match) for name in names for match in glob_files(name)}
-        if len(files) == 1 or matched != set(files):
+        matched_files = {Path(match) for name in names for match in glob_files(name)}
+        if len(files) == 1 or matched_files != set(files):
             names = [str(file) for file in files]
         return names[0] if len(names) == 1 else f"'[{', '.join(names)}]'"
 
@@ -126,21 +126,23 @@ def choose_train_files(
                 [(c.name, c.data_path_of_split(folder, _choose_split(c.splits))) for c in default]
             )
         )
-    (chosen,) = default
-    splits = {name: files for name, files in chosen.splits.items() if files}
+    (chosen_config,) = default
+    splits = {name: files for name, files in chosen_config.splits.items() if files}
     name = _choose_split(splits)
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train in its card; name the files of one: "
-            + _list_choices([(split, chosen.data_path_of_split(folder, split)) for split in splits])
+            + _list_choices(
+                [(split, chosen_config.data_path_of_split(folder, split)) for split in splits]
+            )
         )
     left_out: dict[Path, str] = {}
     for config in configs:
         for split, files in config.splits.items():
-            why = f"in the dataset's card it is the split {split}; name it in data.eval_path"
-            if config is not chosen:
-                why = f"in the dataset's card it is of another configuration, {config.name}"
-            left_out |= {file: why for file in files if file not in splits[name]}
+            reason = f"in the dataset's card it is the split {split}; name it in data.eval_path"
+            if config is not chosen_config:
+                reason = f"in the dataset's card it is of another configuration, {config.name}"
+            left_out |= {file: reason for file in files if file not in splits[name]}
     return splits[name], left_out
 
 
@@ -151,8 +153,8 @@ def _list_choices(choices: list[tuple[str, str]]) -> str:
 
 def _choose_split(splits: dict[str, list[Path]]) -> str:
     """Return the split to train on: the one called train, or else the first that has files."""
-    filled = [name for name, files in splits.items() if files]
-    return "train" if "train" in filled else filled[0]
+    nonempty_splits = [name for name, files in splits.items() if files]
+    return "train" if "train" in nonempty_splits else nonempty_splits[0]
 
 
 def _find_configurations(folder: Path, find_held_out: FindHeldOutFiles) -> Iterator[Configuration]:
@@ -169,8 +171,11 @@ def _find_configurations(folder: Path, find_held_out: FindHeldOutFiles) -> Itera
             for split, paths in patterns.items()
         }
         if not data_files:
-            others = find_held_out(splits["train"])
-            splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
+            held_out = find_held_out(splits["train"])
+            splits = {
+                "train": [f for f in splits["train"] if f not in held_out],
+                "others": held_out,
+            }
         name = str(config.get("config_name") or "default")
         is_default = bool(config.get("default")) or name == "default"
         yield Configuration(name, is_default, splits, patterns)
@@ -206,8 +211,8 @@ def _read_patterns(data_files: Any) -> dict[str, list[Any]]:
         split = entry.get("split") if isinstance(entry, dict) else None
         path = entry.get("path") if isinstance(entry, dict) else entry
         paths = path if isinstance(path, list) else [path]
-        named = patterns.setdefault(str(split or "train"), [])
-        named.extend(path for path in paths if path is not None)
+        split_patterns = patterns.setdefault(str(split or "train"), [])
+        split_patterns.extend(path for path in paths if path is not None)
     return patterns
 
 

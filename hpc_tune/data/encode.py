@@ -58,13 +58,13 @@ class Encoder:
         self._num_ids, self._name = num_ids(tokenizer), tokenizer_name(tokenizer)
         self._seq_len, self._dtype = seq_len, token_dtype(self._num_ids)
         self._learns_prompts = loss_on == "all"
-        own = self._backend.encode("", add_special_tokens=True).ids
+        added_ids = self._backend.encode("", add_special_tokens=True).ids
         bos = tokenizer.bos_token_id
-        self._bos = [bos] if bos is not None and bos in own else []
+        self._bos = [bos] if bos is not None and bos in added_ids else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
-        added = self._backend.get_added_tokens_decoder()
-        self._special_ids = [number for number, token in added.items() if token.special]
+        added_tokens = self._backend.get_added_tokens_decoder()
+        self._special_ids = [number for number, token in added_tokens.items() if token.special]
         self._splits_special_tokens = splits_special_tokens(tokenizer)
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
@@ -76,20 +76,20 @@ class Encoder:
             DataError: for messages if the tokenizer has no chat template or one that cannot be
                 parsed, and for token IDs that it does not have.
         """
-        held: list[RenderedText] = []
+        batch: list[RenderedText] = []
         num_chars = 0
-        for rendered in self._render_all(examples):
-            if isinstance(rendered, Tokens):
-                yield from self._tokenize(held)
-                held, num_chars = [], 0
-                yield from self._encode_token_ids(rendered)
+        for item in self._render_all(examples):
+            if isinstance(item, Tokens):
+                yield from self._tokenize(batch)
+                batch, num_chars = [], 0
+                yield from self._encode_token_ids(item)
                 continue
-            held.append(rendered)
-            num_chars += len(rendered.text)
+            batch.append(item)
+            num_chars += len(item.text)
             if num_chars >= BATCH_CHARS:
-                yield from self._tokenize(held)
-                held, num_chars = [], 0
-        yield from self._tokenize(held)
+                yield from self._tokenize(batch)
+                batch, num_chars = [], 0
+        yield from self._tokenize(batch)
 
     def render(self, example: Chat | Completion) -> RenderedText | str:
         """Return an example's text with its learned spans, or the reason to drop the example.
@@ -106,8 +106,8 @@ class Encoder:
             DataError: if the template refuses or misrenders the messages; without a template, if
                 there is more than one prompt, with or without a system prompt.
         """
-        rendered = self._renderer.prompt(chat)
-        (tokens, _) = self.tokenize([rendered])[0]
+        rendered_prompt = self._renderer.prompt(chat)
+        (tokens, _) = self.tokenize([rendered_prompt])[0]
         return [int(token) for token in tokens]
 
     def tokenize(self, rendered: list[RenderedText]) -> list[TokensAndMask]:
@@ -128,9 +128,9 @@ class Encoder:
                     f"has only tokens 0 to {self._num_ids - 1}; set model.path to a model whose "
                     "tokenizer made the data"
                 )
-        learned = RenderedText("", None, split=True)
+        item = RenderedText("", None, split=True)
         yield from self._make_block(
-            self._split_plain_text(learned, example.token_ids.astype(self._dtype))
+            self._split_plain_text(item, example.token_ids.astype(self._dtype))
         )
 
     def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[RenderedText | Tokens]:
@@ -148,26 +148,26 @@ class Encoder:
                     split=True,
                     weights=() if example.weight == 1 else (example.weight,),
                 )
-            elif isinstance(rendered := self._renderer.render(example), str):
-                self.counters.count_dropped_example(rendered)
+            elif isinstance(text_or_reason := self._renderer.render(example), str):
+                self.counters.count_dropped_example(text_or_reason)
             else:
-                yield rendered
+                yield text_or_reason
 
-    def _tokenize(self, rendered: list[RenderedText]) -> Iterator[Block]:
+    def _tokenize(self, items: list[RenderedText]) -> Iterator[Block]:
         """Yield the documents of texts in blocks: short texts together, long plain texts alone."""
-        short: list[RenderedText] = []
-        for item in rendered:
+        batch: list[RenderedText] = []
+        for item in items:
             if len(item.text) <= BATCH_CHARS or not item.split:
                 specials_are_text = self._takes_special_tokens_as_text(item)
-                if short and self._takes_special_tokens_as_text(short[0]) != specials_are_text:
-                    yield from self._encode_short_texts(short)
-                    short = []
-                short.append(item)
+                if batch and self._takes_special_tokens_as_text(batch[0]) != specials_are_text:
+                    yield from self._encode_short_texts(batch)
+                    batch = []
+                batch.append(item)
                 continue
-            yield from self._encode_short_texts(short)
-            short = []
+            yield from self._encode_short_texts(batch)
+            batch = []
             yield from self._make_block(self._split_plain_text(item, self._encode_long_text(item)))
-        yield from self._encode_short_texts(short)
+        yield from self._encode_short_texts(batch)
 
     def _takes_special_tokens_as_text(self, item: RenderedText) -> bool:
         """Whether special tokens in a text are tokenized as text; a template's never are."""
@@ -188,12 +188,12 @@ class Encoder:
         bos, eos = self._missing_bos_eos_ids(item, ids)
         return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
 
-    def _encode_short_texts(self, rendered: list[RenderedText]) -> Iterator[Block]:
-        if not rendered:
+    def _encode_short_texts(self, items: list[RenderedText]) -> Iterator[Block]:
+        if not items:
             return
-        heads = [self._truncate_long_chat(item) for item in rendered]
+        heads = [self._truncate_long_chat(item) for item in items]
         documents: list[TokensAndMask] = []
-        for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
+        for item, head, (tokens, mask) in zip(items, heads, self.tokenize(heads), strict=True):
             # If the rest was not tokenized, its length is estimated from the characters per token.
             whole_length = len(tokens) * len(item.text) // max(len(head.text), 1)
             documents += (
@@ -224,21 +224,21 @@ class Encoder:
     def _tokenize_chat(self, item: RenderedText, encoding: Any) -> tuple[list[int], list[Span]]:
         """Return tokens and their character spans; typed special tokens are tokenized as text."""
         pieces = [] if item.is_plain else [*self._renderer.escapes.split(item.text)]
-        if all(typed is None for _, typed in pieces):
+        if all(typed_token is None for _, typed_token in pieces):
             return encoding.ids, encoding.offsets
         ids: list[int] = []
         offsets: list[Span] = []
-        at = 0
-        for piece, typed in pieces:
-            if typed is not None:
-                plain = self._tokenize_as_text(typed, at > 0)
-                ids += plain
-                offsets += [(at, at + len(piece))] * len(plain)
+        position = 0
+        for piece, typed_token in pieces:
+            if typed_token is not None:
+                token_ids = self._tokenize_as_text(typed_token, position > 0)
+                ids += token_ids
+                offsets += [(position, position + len(piece))] * len(token_ids)
             else:
-                part, inner = self._encode_piece(piece, at > 0)
-                ids += part
-                offsets += [(at + start, at + stop) for start, stop in inner]
-            at += len(piece)
+                piece_ids, piece_offsets = self._encode_piece(piece, position > 0)
+                ids += piece_ids
+                offsets += [(position + start, position + stop) for start, stop in piece_offsets]
+            position += len(piece)
         return ids, offsets
 
     def _tokenize_as_text(self, token: str, follows_text: bool) -> list[int]:
@@ -255,47 +255,47 @@ class Encoder:
         Tokenizers like Llama 2's add a space at the beginning of a text.
         """
         if follows_text:
-            after = self._backend.encode(f"\n{text}", add_special_tokens=False)
-            if after.ids[: len(self._line_end)] == self._line_end:
-                kept = slice(len(self._line_end), None)
-                return after.ids[kept], [(a - 1, b - 1) for a, b in after.offsets[kept]]
-        alone = self._backend.encode(text, add_special_tokens=False)
-        return alone.ids, alone.offsets
+            encoding = self._backend.encode(f"\n{text}", add_special_tokens=False)
+            if encoding.ids[: len(self._line_end)] == self._line_end:
+                tail = slice(len(self._line_end), None)
+                return encoding.ids[tail], [(a - 1, b - 1) for a, b in encoding.offsets[tail]]
+        text_encoding = self._backend.encode(text, add_special_tokens=False)
+        return text_encoding.ids, text_encoding.offsets
 
     def _missing_bos_eos_ids(self, item: RenderedText, ids: Any) -> tuple[list[int], list[int]]:
         """Return the BOS and EOS tokens that a text lacks; count its other special tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
         if item.is_plain:
-            inner = ids[brings_bos : len(ids) - brings_eos]
-            self.counters.control_tokens += int(np.isin(inner, self._special_ids).sum())
+            inner_ids = ids[brings_bos : len(ids) - brings_eos]
+            self.counters.control_tokens += int(np.isin(inner_ids, self._special_ids).sum())
         self.counters.unended_texts += item.eos and not self._eos
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
 
     def _add_mask(self, item: RenderedText, ids: list[int], offsets: list[Span]) -> TokensAndMask:
         bos, eos = self._missing_bos_eos_ids(item, ids)
-        whole = np.array([*bos, *ids, *eos], dtype=np.int64)
-        mask = _full_mask(item, len(whole))
+        token_ids = np.array([*bos, *ids, *eos], dtype=np.int64)
+        mask = _full_mask(item, len(token_ids))
         if item.spans is not None and ids:
             begins, ends = np.array(offsets).T
             is_special = np.isin(ids, self._special_ids)
-            inside = np.zeros(len(ids), dtype=mask.dtype)
+            text_mask = np.zeros(len(ids), dtype=mask.dtype)
             weights = item.weights or (1,) * len(item.spans)
             for (start, stop), weight in zip(item.spans, weights, strict=True):
-                learned = (begins < stop) & (ends > start) & ((begins >= start) | ~is_special)
+                is_learned = (begins < stop) & (ends > start) & ((begins >= start) | ~is_special)
                 if start and not self._learns_prompts:
-                    self.counters.joined_starts += bool((begins[learned] < start).any())
-                inside[learned] = weight
-            mask[len(bos) : len(bos) + len(ids)] = inside
+                    self.counters.joined_starts += bool((begins[is_learned] < start).any())
+                text_mask[is_learned] = weight
+            mask[len(bos) : len(bos) + len(ids)] = text_mask
         mask[:1] = 0
-        return whole, mask
+        return token_ids, mask
 
     def _split_plain_text(self, item: RenderedText, tokens: np.ndarray) -> list[TokensAndMask]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
-            tokens[at : at + self._seq_len] for at in range(0, max(len(tokens), 1), self._seq_len)
+            tokens[i : i + self._seq_len] for i in range(0, max(len(tokens), 1), self._seq_len)
         ]
         if len(pieces[-1]) < 2:
             pieces.pop()
@@ -348,14 +348,14 @@ def _full_mask(item: RenderedText, length: int) -> np.ndarray:
 
 def _split_text(text: str) -> Iterator[str]:
     """Cut a long text, at line ends or else at spaces, into parts for the tokenizer."""
-    at, size = 0, max(BATCH_CHARS // PARTS_PER_BATCH, 1)
-    while at < len(text):
-        stop = at + size
+    start, size = 0, max(BATCH_CHARS // PARTS_PER_BATCH, 1)
+    while start < len(text):
+        stop = start + size
         if stop < len(text):
-            line, space = text.rfind("\n", at, stop), text.rfind(" ", at + 1, stop)
-            stop = line + 1 if line >= 0 else space if space > at else stop
-        yield text[at:stop]
-        at = stop
+            line, space = text.rfind("\n", start, stop), text.rfind(" ", start + 1, stop)
+            stop = line + 1 if line >= 0 else space if space > start else stop
+        yield text[start:stop]
+        start = stop
 
 
 # -- Pairs and labeled answers -> documents of two sides each.
@@ -409,16 +409,16 @@ class PreferenceEncoder:
         Raises:
             DataError: for messages if the tokenizer has no chat template that can be parsed.
         """
-        held: list[_RenderedSides] = []
+        batch: list[_RenderedSides] = []
         num_chars = 0
         for row, next_row in _pair_with_next_prompt(rows):
             for item in self._render_row(row, next_row):
-                held.append(item)
+                batch.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
             if num_chars >= BATCH_CHARS:
-                yield from self._make_block(held)
-                held, num_chars = [], 0
-        yield from self._make_block(held)
+                yield from self._make_block(batch)
+                batch, num_chars = [], 0
+        yield from self._make_block(batch)
 
     def _render_row(self, row: Row, next_row: Row | None) -> Iterator[_RenderedSides]:
         """Render a row; ``next_row`` gives the mismatched answers if the row is labeled."""
@@ -430,25 +430,25 @@ class PreferenceEncoder:
             return
         assert isinstance(row, LabeledAnswers), "rows of preferences are pairs or labeled answers"
         self.counters.unpaired += len(row.answers) > 1
-        others = next_row.answers if isinstance(next_row, LabeledAnswers) else ()
+        other_answers = next_row.answers if isinstance(next_row, LabeledAnswers) else ()
         for number, (answer, label) in enumerate(zip(row.answers, row.labels, strict=True)):
             self.counters.examples += 1
-            if (own := self._render(answer)) is None:
+            if (own_side := self._render(answer)) is None:
                 continue
-            sides = [own]
-            if others:
-                other = others[min(number, len(others) - 1)]
-                rendered = self._other_encoder.render(swap_answer(answer, other))
-                sides += [] if isinstance(rendered, str) else [rendered]
+            sides = [own_side]
+            if other_answers:
+                other_answer = other_answers[min(number, len(other_answers) - 1)]
+                other_side = self._other_encoder.render(swap_answer(answer, other_answer))
+                sides += [] if isinstance(other_side, str) else [other_side]
             yield _RenderedSides(tuple(sides), label)
 
     def _render(self, answer: Chat | Completion) -> RenderedText | None:
         """Render a side; count it and return None if it cannot be used."""
-        rendered = self._own_encoder.render(answer)
+        text_or_reason = self._own_encoder.render(answer)
         self.counters.marked_answers = 0  # earlier turns are never learned: nothing to report
-        if not isinstance(rendered, str):
-            return rendered
-        self.counters.count_dropped_example(rendered)
+        if not isinstance(text_or_reason, str):
+            return text_or_reason
+        self.counters.count_dropped_example(text_or_reason)
         return None
 
     def _make_block(self, items: list[_RenderedSides]) -> Iterator[Block]:
@@ -470,9 +470,9 @@ class PreferenceEncoder:
         has_labels = labels[0] is not None
         self.counters.documents += len(documents)
         # Only the first side of a labeled answer, its own, is learned.
-        counted = [side for document in documents for side in document[: 1 if has_labels else 2]]
-        self.counters.tokens += sum(len(tokens) for tokens, _ in counted)
-        self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in counted)
+        used_sides = [side for document in documents for side in document[: 1 if has_labels else 2]]
+        self.counters.tokens += sum(len(tokens) for tokens, _ in used_sides)
+        self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in used_sides)
         yield Block(
             np.array([_num_tokens(document) for document in documents], dtype=np.int64),
             tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False),
@@ -526,17 +526,17 @@ class PreferenceEncoder:
 
         A leading BOS is kept. Return None if no other token of the prompt would be left.
         """
-        prompt = int(np.argmax(sides[0][1]))
-        num_answers = sum(len(tokens) - prompt for tokens, _ in sides)
-        kept = min(prompt, (self._seq_len - num_answers) // len(sides))
-        bos = int(sides[0][0][0] == self._bos)
-        if kept < min(bos + 1, prompt):
+        prompt_len = int(np.argmax(sides[0][1]))
+        num_answer_tokens = sum(len(tokens) - prompt_len for tokens, _ in sides)
+        num_kept = min(prompt_len, (self._seq_len - num_answer_tokens) // len(sides))
+        num_bos = int(sides[0][0][0] == self._bos)
+        if num_kept < min(num_bos + 1, prompt_len):
             return None
-        if kept == prompt:
+        if num_kept == prompt_len:
             return sides
-        chosen = np.r_[:bos, prompt - kept + bos : prompt]
+        indices = np.r_[:num_bos, prompt_len - num_kept + num_bos : prompt_len]
         return [
-            (np.r_[tokens[chosen], tokens[prompt:]], np.r_[mask[chosen], mask[prompt:]])
+            (np.r_[tokens[indices], tokens[prompt_len:]], np.r_[mask[indices], mask[prompt_len:]])
             for tokens, mask in sides
         ]
 
@@ -562,12 +562,12 @@ def _find_drop_reason(sides: list[TokensAndMask]) -> str | None:
     """Return why sides cannot be compared; None if they can."""
     if not all(mask.any() for _, mask in sides):
         return "empty answer"
-    (tokens, mask), *others = sides
-    prompt = int(np.argmax(mask))
-    for other, other_mask in others:
-        if int(np.argmax(other_mask)) != prompt or (other[:prompt] != tokens[:prompt]).any():
+    (tokens, mask), *other_sides = sides
+    start = int(np.argmax(mask))
+    for other_tokens, other_mask in other_sides:
+        if int(np.argmax(other_mask)) != start or (other_tokens[:start] != tokens[:start]).any():
             return _PROMPT_MISMATCH_REASON
-        if np.array_equal(tokens, other):
+        if np.array_equal(tokens, other_tokens):
             return _SAME_ANSWERS_REASON
     return None
 
@@ -584,8 +584,8 @@ def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | Non
     for group in chain(first_two, groups):
         yield from ((row, group[0]) for row in last)
         last = group
-    others = (one[0] for one in first_two if _prompt_key(one[0]) != _prompt_key(last[0]))
-    next_row = next(others, None)
+    candidates = (one[0] for one in first_two if _prompt_key(one[0]) != _prompt_key(last[0]))
+    next_row = next(candidates, None)
     yield from ((row, next_row) for row in last)
 
 

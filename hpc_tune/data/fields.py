@@ -89,10 +89,10 @@ def read_weight(fields: dict[str, Any], where: str) -> float | None:
     marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
     weights = {name: _read_mark_value(name, value, where) for name, value in marks.items()}
     # A mark that only says "learned" leaves the weight to the other marks.
-    said = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
-    if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
+    values = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
+    if len(values) > 1 or len(set(map(bool, weights.values()))) > 1:
         raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
-    return said.pop() if said else None
+    return values.pop() if values else None
 
 
 def _read_mark_value(name: str, value: Any, where: str) -> float:
@@ -105,9 +105,9 @@ def _read_mark_value(name: str, value: Any, where: str) -> float:
         return float(value)
     if isinstance(value, int | float):
         with np.errstate(over="ignore", under="ignore"):
-            stored = float(np.float32(min(value, 1e300)))  # as it is kept in prepared data
-        if value == 0 or 0 < stored < float("inf"):
-            return stored
+            stored_weight = float(np.float32(min(value, 1e300)))  # as it is kept in prepared data
+        if value == 0 or 0 < stored_weight < float("inf"):
+            return stored_weight
     raise WrongRecord(
         f"{where}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
         "counts in the loss (0: not learned; 1: as without a weight)"
@@ -168,26 +168,26 @@ def read_tool_calls(
         WrongRecord: if they are not JSON or not a list, one has no name, or tool_calls and
             function_call differ.
     """
-    given = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
-    if not is_unset(given) and not isinstance(given, list):
-        raise WrongRecord(f"{where}: tool_calls is {json_type_name(given)}, expected a list")
-    calls = [_read_tool_call(call, where) for call in given or ()]
-    older = parse_json_text(message.get("function_call"), f"{where}: function_call", None)
-    if not is_unset(older):
-        call = _read_tool_call({"type": "function", "function": older}, where)
+    raw_calls = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
+    if not is_unset(raw_calls) and not isinstance(raw_calls, list):
+        raise WrongRecord(f"{where}: tool_calls is {json_type_name(raw_calls)}, expected a list")
+    calls = [_read_tool_call(call, where) for call in raw_calls or ()]
+    legacy_call = parse_json_text(message.get("function_call"), f"{where}: function_call", None)
+    if not is_unset(legacy_call):
+        call = _read_tool_call({"type": "function", "function": legacy_call}, where)
         if calls and _unwrap_functions(calls) != _unwrap_functions([call]):
             raise WrongRecord(
                 f"{where}: tool_calls and function_call are both given, and differ; keep one"
             )
         calls = calls or [call]
-    known = {
+    tool_properties = {
         function["name"]: (function.get("parameters") or {}).get("properties")
         for function in _unwrap_functions(tools or [])
         if isinstance(function, dict) and isinstance(function.get("name"), str)
     }
     for call in calls:
         function = call.get("function", call)
-        properties = known.get(function["name"])
+        properties = tool_properties.get(function["name"])
         if isinstance(properties, dict) and isinstance(function.get("arguments"), dict):
             function["arguments"] = {
                 name: value
@@ -223,8 +223,8 @@ def _read_list(record: dict[str, Any], field: str) -> list[Any]:
 
 
 def _read_tool(tool: Any) -> Any:
-    read = _parse_schema(tool, "a tool")
-    [function] = _unwrap_functions([read])
+    parsed_tool = _parse_schema(tool, "a tool")
+    [function] = _unwrap_functions([parsed_tool])
     parameters = function.get("parameters") if isinstance(function, dict) else None
     if isinstance(parameters, str) and parameters:
         parameters = _parse_schema(parameters, "a tool's parameters")
@@ -233,7 +233,7 @@ def _read_tool(tool: Any) -> Any:
         raise WrongRecord(
             f"a tool's parameters is {json_type_name(parameters)}, expected an object"
         )
-    return read
+    return parsed_tool
 
 
 def _parse_schema(value: Any, where: str) -> Any:
@@ -259,14 +259,14 @@ def _drop_null_keys(value: Any) -> Any:
     return [_drop_null_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_tool_call(given: Any, where: str) -> dict[str, Any]:
+def _read_tool_call(raw_call: Any, where: str) -> dict[str, Any]:
     """Return a tool call as new objects, with its arguments as an object."""
-    entries = given.items() if isinstance(given, dict) else ()
+    entries = raw_call.items() if isinstance(raw_call, dict) else ()
     call = {k: v for k, v in entries if k in _ARGUMENT_KEYS or not is_unset(v)}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise WrongRecord(
-            f"{where}: a tool call is {format_value(given)}, expected a name and arguments"
+            f"{where}: a tool call is {format_value(raw_call)}, expected a name and arguments"
         )
     function = dict(function)
     for field in _ARGUMENT_KEYS:
@@ -308,13 +308,13 @@ def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any
     Raises:
         WrongRecord: if the chats have different tools, or other tools than the row.
     """
-    found = {name: chat for name in fields if (chat := _find_chat(record.get(name))) is not None}
-    row = {**record, **{name: messages for name, (messages, _) in found.items()}}
-    for name, (_, tools) in found.items():
+    chats = {name: chat for name in fields if (chat := _find_chat(record.get(name))) is not None}
+    row = {**record, **{name: messages for name, (messages, _) in chats.items()}}
+    for name, (_, tools) in chats.items():
         if is_unset(tools):
             continue
-        given = parse_json_text(row.get("tools"), "tools", [])
-        if not is_unset(given) and given != tools:
+        row_tools = parse_json_text(row.get("tools"), "tools", [])
+        if not is_unset(row_tools) and row_tools != tools:
             raise WrongRecord(f"{name} has other tools than the rest of the row; keep one of them")
         row["tools"] = tools
     return row
@@ -322,10 +322,12 @@ def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any
 
 def parse_input_field(record: dict[str, Any]) -> dict[str, Any]:
     """Return a row of OpenAI's form with ``input`` as an object, if it is a JSON string of one."""
-    given = record.get("input")
-    inner = _parse_json(given) if isinstance(given, str) else None
+    raw_input = record.get("input")
+    parsed = _parse_json(raw_input) if isinstance(raw_input, str) else None
     return (
-        {**record, "input": inner} if isinstance(inner, dict) and _find_chat_key(inner) else record
+        {**record, "input": parsed}
+        if isinstance(parsed, dict) and _find_chat_key(parsed)
+        else record
     )
 
 

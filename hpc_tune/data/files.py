@@ -121,18 +121,18 @@ def find_files(paths: Paths) -> FoundFiles:
     refuse_several_revisions(files)
     seen: set[Path] = set()
     for file in files:
-        if why := explain_pointer_file(file):
-            raise DataError(why)
-        if (resolved := identity_path(file)) in seen:
+        if problem := explain_pointer_file(file):
+            raise DataError(problem)
+        if (identity := identity_path(file)) in seen:
             raise DataError(
                 f"{join_paths(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
             )
-        seen.add(resolved)
-    left_out = [left for source in sources for left in source.left_out]
+        seen.add(identity)
+    left_out = [skipped_file for source in sources for skipped_file in source.left_out]
     empty = [file for file in files if len(files) > 1 and file.stat().st_size == 0]
-    kept = tuple(file for file in files if file not in empty)
-    return FoundFiles(kept, (*left_out, *((file, "empty") for file in empty)))
+    kept_files = tuple(file for file in files if file not in empty)
+    return FoundFiles(kept_files, (*left_out, *((file, "empty") for file in empty)))
 
 
 def describe_read_files(found: FoundFiles) -> str:
@@ -142,9 +142,9 @@ def describe_read_files(found: FoundFiles) -> str:
 
 def describe_skipped_files(found: FoundFiles) -> Iterator[str]:
     """Yield a line for each reason why files are not read."""
-    for why in sorted({why for _, why in found.left_out}):
-        files = sorted((f for f, reason in found.left_out if reason == why), key=str)
-        yield f"left out {_join_names(files)}: {why}"
+    for reason in sorted({reason for _, reason in found.left_out}):
+        files = sorted((f for f, file_reason in found.left_out if file_reason == reason), key=str)
+        yield f"left out {_join_names(files)}: {reason}"
 
 
 def _join_names(files: Sequence[Path]) -> str:
@@ -152,16 +152,16 @@ def _join_names(files: Sequence[Path]) -> str:
 
 
 def _find_source_files(name: str) -> FoundFiles:
-    of_megatron = _find_megatron_data(Path(name))
-    if of_megatron and not of_megatron.exists():
+    bin_file = _find_megatron_data(Path(name))
+    if bin_file and not bin_file.exists():
         raise DataError(
-            f"there is an index {megatron_index_path(of_megatron)}, but not its data, {of_megatron}"
+            f"there is an index {megatron_index_path(bin_file)}, but not its data, {bin_file}"
         )
-    path = of_megatron or Path(name)
+    path = bin_file or Path(name)
     if not path.exists() and glob.has_magic(name):
         return _find_by_glob(name, [Path(match) for match in glob_files(name)])
-    if why := explain_pointer_file(path):
-        raise DataError(why)
+    if problem := explain_pointer_file(path):
+        raise DataError(problem)
     if not path.exists():
         raise DataError(f"there is no data at {name}{_advise_instead(name) or _suggest_near(path)}")
     if path.is_file():
@@ -192,55 +192,60 @@ def _find_by_glob(name: str, matches: Sequence[Path]) -> FoundFiles:
     """Return the files that a pattern matches, without those that are not data."""
     folders = [_find_in_folder(path) for path in matches if path.is_dir()]
     files, left_out = _split_by_known_kind(path for path in matches if path.is_file())
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
-    held_out = _find_held_out_files(files, Path(*fixed))
-    kept = [file for file in files if file not in held_out]
-    kept += [file for folder in folders for file in folder.files]
-    if not kept:
+    fixed_parts = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
+    held_out = _find_held_out_files(files, Path(*fixed_parts))
+    kept_files = [file for file in files if file not in held_out]
+    kept_files += [file for folder in folders for file in folder.files]
+    if not kept_files:
         raise DataError(f"no file of a known kind matches {name}; expected {KNOWN_KINDS_TEXT}")
     return FoundFiles(
-        tuple(kept),
+        tuple(kept_files),
         (
             *left_out,
             *((file, _HELD_OUT_REASON) for file in held_out),
-            *(left for folder in folders for left in folder.left_out),
+            *(skipped_file for folder in folders for skipped_file in folder.left_out),
         ),
     )
 
 
 def _find_in_folder(folder: Path) -> FoundFiles:
-    if (cached := choose_snapshot(folder)) is not None:
-        chosen, older = cached
-        found = _find_in_folder(chosen)
-        why = f"another revision of the dataset; the one that is read is {chosen.name}"
-        return FoundFiles(found.files, (*found.left_out, *((revision, why) for revision in older)))
+    if (snapshots := choose_snapshot(folder)) is not None:
+        snapshot, other_snapshots = snapshots
+        found_files = _find_in_folder(snapshot)
+        reason = f"another revision of the dataset; the one that is read is {snapshot.name}"
+        return FoundFiles(
+            found_files.files,
+            (*found_files.left_out, *((revision, reason) for revision in other_snapshots)),
+        )
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _find_saved_dataset(folder)
     files, left_out = _split_by_known_kind(_list_files(folder, set()))
     if not files:
-        beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
-        raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{beside}")
-    by_card = choose_train_files(folder, lambda named: _find_held_out_files(named, folder))
-    if by_card is not None and set(by_card[0]) <= set(files):
-        kept, others = by_card
-        beside = "not named by the dataset's card"
-        unread = [(f, others.get(f, beside)) for f in files if f not in kept]
+        note = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
+        raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{note}")
+    card_choice = choose_train_files(
+        folder, lambda card_files: _find_held_out_files(card_files, folder)
+    )
+    if card_choice is not None and set(card_choice[0]) <= set(files):
+        kept_files, skip_reasons = card_choice
+        note = "not named by the dataset's card"
+        unread_files = [(f, skip_reasons.get(f, note)) for f in files if f not in kept_files]
     else:
         held_out = _find_held_out_files(files, folder)
-        kept = [file for file in files if file not in held_out]
-        _require_one_configuration(folder, kept)
-        unread = [(file, _HELD_OUT_REASON) for file in held_out]
-    _require_all_shards(folder, kept)
-    _refuse_copies(folder, kept)
-    kinds = {str(find_kind(file)): file for file in kept}
+        kept_files = [file for file in files if file not in held_out]
+        _require_one_configuration(folder, kept_files)
+        unread_files = [(file, _HELD_OUT_REASON) for file in held_out]
+    _require_all_shards(folder, kept_files)
+    _refuse_copies(folder, kept_files)
+    kinds = {str(find_kind(file)): file for file in kept_files}
     if len(kinds) > 1:
-        mixed = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
-        suffix = kept[0].suffix
+        summary = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
+        suffix = kept_files[0].suffix
         raise DataError(
-            f"{folder} mixes kinds of data: {mixed}; keep one kind in a folder, or say which is "
+            f"{folder} mixes kinds of data: {summary}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
-    return FoundFiles(tuple(kept), (*left_out, *unread))
+    return FoundFiles(tuple(kept_files), (*left_out, *unread_files))
 
 
 def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
@@ -249,18 +254,18 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
         entries += [folder / ".hoodie"] if (folder / ".hoodie").is_dir() else []
-        inner = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
+        subfolders = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
         files = [entry for entry in entries if entry.is_file()]
-        broken = [e for e in entries if e.is_symlink() and not e.exists() and find_kind(e)]
+        broken_links = [e for e in entries if e.is_symlink() and not e.exists() and find_kind(e)]
     except OSError as error:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
-    for entry in broken:
-        where = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
-        raise DataError(explain_pointer_file(entry) or where)
-    for entry in inner:
+    for entry in broken_links:
+        message = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
+        raise DataError(explain_pointer_file(entry) or message)
+    for entry in subfolders:
         if is_repo_cache(entry):
             raise DataError(
-                _advise_on_cache(folder, [path for path in inner if is_repo_cache(path)])
+                _advise_on_cache(folder, [path for path in subfolders if is_repo_cache(path)])
             )
         if table := _versioned_table_kind(folder, entry):
             raise DataError(
@@ -278,17 +283,17 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
     return sorted(files)
 
 
-def _advise_on_cache(folder: Path, cached: Sequence[Path]) -> str:
+def _advise_on_cache(folder: Path, cache_folders: Sequence[Path]) -> str:
     """Return what to do about a folder that contains folders of the hub's cache."""
-    data = [path for path in cached if not path.name.startswith(PREFIXES["model"])]
-    if not data:
+    repos = [path for path in cache_folders if not path.name.startswith(PREFIXES["model"])]
+    if not repos:
         return (
-            f"{folder} contains {cached[0].name}, a model in the hub's cache, which is not "
+            f"{folder} contains {cache_folders[0].name}, a model in the hub's cache, which is not "
             "data; name the dataset (datasets--OWNER--NAME) or its files in data.path"
         )
-    names = " or ".join(f"data.path={path}" for path in sorted(data)[:_MAX_NAMES])
+    names = " or ".join(f"data.path={path}" for path in sorted(repos)[:_MAX_NAMES])
     return (
-        f"{folder} contains {data[0].name}, a folder of the hub's cache; name that folder itself: "
+        f"{folder} contains {repos[0].name}, a folder of the hub's cache; name that folder itself: "
         + names
     )
 
@@ -306,34 +311,36 @@ def _versioned_table_kind(folder: Path, inner: Path) -> str | None:
 
 def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Separate files into data files and (file, why) for the others."""
-    data: list[Path] = []
-    others: list[tuple[Path, str]] = []
+    data_files: list[Path] = []
+    skipped_files: list[tuple[Path, str]] = []
     for file in files:
         if file.suffix == _MEGATRON_INDEX_SUFFIX and file.with_suffix(_MEGATRON_SUFFIX).is_file():
             continue  # it belongs to a .bin
         kind = find_kind(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
         if is_documentation or file.name in _METADATA_FILES:
-            others.append((file, "it describes the data"))
+            skipped_files.append((file, "it describes the data"))
         elif kind is None:
-            others.append((file, "its kind of data is not known"))
+            skipped_files.append((file, "its kind of data is not known"))
         elif file.name.startswith(("_", ".")):
-            others.append((file, "its name begins with _, as those of bookkeeping files do"))
+            skipped_files.append((file, "its name begins with _, as those of bookkeeping files do"))
         elif _CACHE_FILE_NAME.fullmatch(file.name):
-            others.append(
+            skipped_files.append(
                 (file, "cached by datasets: the result of a map or filter; name it to read it")
             )
         else:
-            data.append(file)
-    return data, others
+            data_files.append(file)
+    return data_files, skipped_files
 
 
 def _find_held_out_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Return held-out files such as test-00000-of-00001.parquet, if others are beside them."""
-    on_hub = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
-    if "train" in on_hub.values():
-        held_out = [file for file in files if on_hub.get(file, "train") != "train"]
-        held_out += [file for file in files if file not in on_hub and _is_held_out(file, folder)]
+    hub_splits = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
+    if "train" in hub_splits.values():
+        held_out = [file for file in files if hub_splits.get(file, "train") != "train"]
+        held_out += [
+            file for file in files if file not in hub_splits and _is_held_out(file, folder)
+        ]
     else:
         held_out = [file for file in files if _is_held_out(file, folder)]
     return held_out if len(held_out) < len(files) else []
@@ -342,8 +349,8 @@ def _find_held_out_files(files: Sequence[Path], folder: Path) -> list[Path]:
 def _is_held_out(file: Path, folder: Path) -> bool:
     """Return whether a file's name, or else a folder's above it, names a split to hold out."""
     for part in (file.name, *file.relative_to(folder).parent.parts[::-1]):
-        if found := _SPLIT_NAME.search(part):
-            return found[1].lower() != "train"
+        if match := _SPLIT_NAME.search(part):
+            return match[1].lower() != "train"
     return False
 
 
@@ -353,9 +360,11 @@ def _require_one_configuration(folder: Path, files: Sequence[Path]) -> None:
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
     """
-    hub = {(file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))}
-    if len(hub) > 1:
-        choices = sorted(f"{parent}/{split}-*" for parent, split in hub)
+    hub_splits = {
+        (file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))
+    }
+    if len(hub_splits) > 1:
+        choices = sorted(f"{parent}/{split}-*" for parent, split in hub_splits)
         raise DataError(
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
             f"of them in a list: data.path={' or '.join(choices[:_MAX_NAMES])}"
@@ -373,11 +382,11 @@ def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
         if m := _SHARD_NAME.match(file.name):
             parts = sets.setdefault((file.parent, m["of"]), {}).setdefault(m["total"], {})
             parts[int(m["number"])] = file
-    for several in sets.values():
-        (total, parts), *others = several.items()
+    for parts_by_total in sets.values():
+        (total, parts), *other_sets = parts_by_total.items()
         file = next(iter(parts.values()))
-        if others:
-            other = next(iter(others[0][1].values()))
+        if other_sets:
+            other = next(iter(other_sets[0][1].values()))
             raise DataError(
                 f"{folder} has {file.name} and {other.name}: parts of two sets, which may hold the "
                 "same rows; remove the older set, or name the files that are meant"
@@ -400,11 +409,11 @@ def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
     Raises:
         DataError: naming both.
     """
-    seen: dict[tuple[Path, FileKind | None, str], Path] = {}
+    first_files: dict[tuple[Path, FileKind | None, str], Path] = {}
     for file in files:
-        packed = file.suffix.lower() in COMPRESSIONS
-        bare = file.with_suffix("").stem if packed else file.stem
-        other = seen.setdefault((file.parent, find_kind(file), bare), file)
+        is_compressed = file.suffix.lower() in COMPRESSIONS
+        stem = file.with_suffix("").stem if is_compressed else file.stem
+        other = first_files.setdefault((file.parent, find_kind(file), stem), file)
         if other != file:
             raise DataError(
                 f"{folder} has {other.name} and {file.name}, which may hold the same rows; remove "
@@ -424,9 +433,9 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
                     f"{path} holds the splits {', '.join(splits)} of a saved dataset and none of "
                     f"them is called train; name one, such as {path / splits[0]}"
                 )
-            others = [path / Path(split).name for split in splits if split != "train"]
+            held_out = [path / Path(split).name for split in splits if split != "train"]
             files = _find_saved_dataset(path / "train").files
-            return FoundFiles(files, tuple((other, _HELD_OUT_REASON) for other in others))
+            return FoundFiles(files, tuple((folder, _HELD_OUT_REASON) for folder in held_out))
         if content.get("_indices_data_files") or content.get("_indices_files"):
             raise DataError(
                 f"{path} was saved by an old version of datasets, as a selection of the rows in "
@@ -435,8 +444,8 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
         # Only file names are used: nothing outside the folder is read.
         files = tuple(path / Path(entry["filename"]).name for entry in content["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if why := explain_pointer_file(path / index):
-            raise DataError(why) from None
+        if problem := explain_pointer_file(path / index):
+            raise DataError(problem) from None
         raise DataError(
             f"{path} looks like a dataset saved by save_to_disk, but its {index} cannot be read "
             f"({error!r}); save it again"
@@ -469,7 +478,9 @@ def _suggest_near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir()]
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    matches = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     return (
-        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+        f"; did you mean {' or '.join(str(path.parent / name) for name in matches)}?"
+        if matches
+        else ""
     )

@@ -112,23 +112,23 @@ def _find_dataset_ranges(path: Path) -> list[tuple[int, int]]:
         if isinstance(item, h5py.Dataset) and (offset := item.id.get_offset()) is not None:
             ranges.append((offset, item.nbytes))
 
-    with h5py.File(path, "r", locking=False) as opened:
-        opened.visititems(visit)
+    with h5py.File(path, "r", locking=False) as hdf5_file:
+        hdf5_file.visititems(visit)
     return sorted(ranges)
 
 
 def _hash_outside_datasets(file: BinaryIO, datasets: ByteRanges, end: int) -> str:
     """Hash the datasets' ranges, and the bytes before ``end`` that are outside the datasets."""
-    hashed = hashlib.sha256(repr([*datasets, end]).encode())
+    hasher = hashlib.sha256(repr([*datasets, end]).encode())
     for start, stop in _ranges_outside_datasets(datasets, end):
         file.seek(start)
         while start < stop:
             piece = file.read(min(_PIECE_BYTES, stop - start))
             if not piece:
                 raise ValueError("the file is shorter than its seal says")
-            hashed.update(piece)
+            hasher.update(piece)
             start += len(piece)
-    return hashed.hexdigest()
+    return hasher.hexdigest()
 
 
 def _ranges_outside_datasets(datasets: ByteRanges, end: int) -> Iterator[tuple[int, int]]:
@@ -226,10 +226,10 @@ class _OpenFile:
         try:
             data = os.pread(self._handle, num_bytes, place)
             while len(data) < num_bytes:  # the kernel returns 2 GiB at most
-                more = os.pread(self._handle, num_bytes - len(data), place + len(data))
-                if not more:
+                piece = os.pread(self._handle, num_bytes - len(data), place + len(data))
+                if not piece:
                     break
-                data += more
+                data += piece
         except OSError as error:
             raise DataError(f"{self._path} cannot be read any more: {error.strerror}") from error
         if len(data) < num_bytes:
@@ -291,18 +291,22 @@ class TokenStore:
         path = Path(path)
         _require_format(path)
         try:
-            with h5py.File(path, "r", locking=False) as opened:
-                attributes = _read_attributes(path, opened)
-                kinds = {**_DTYPES, **FORM_DATASETS[attributes.form]}
-                kinds |= WEIGHT_DATASETS if attributes.has_weights else {}
-                places = {name: _find_dataset(path, opened, name, kinds[name]) for name in kinds}
+            with h5py.File(path, "r", locking=False) as hdf5_file:
+                attributes = _read_attributes(path, hdf5_file)
+                dtypes = {**_DTYPES, **FORM_DATASETS[attributes.form]}
+                dtypes |= WEIGHT_DATASETS if attributes.has_weights else {}
+                extents = {
+                    name: _find_dataset(path, hdf5_file, name, dtypes[name]) for name in dtypes
+                }
         except _HDF5_ERRORS as error:
             raise DataError(
                 f"{path} cannot be read as HDF5 ({error!r}); copy it again, or "
                 f"{PREPARE_AGAIN_ADVICE}"
             ) from error
         file = _OpenFile(path)
-        store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
+        store = cls(
+            path, attributes, {name: Column(file, *extent) for name, extent in extents.items()}
+        )
         store._require_consistent()
         return store
 
@@ -408,11 +412,11 @@ class TokenStore:
     def _require_consistent(self) -> None:
         """Check what can be checked without reading the documents."""
         values, counts = self.length_values, self.length_counts
-        of_lengths = int(values @ counts)
-        most = of_lengths if self.labels is None else 2 * of_lengths
-        wrong = [
-            what
-            for what, is_right in {
+        min_tokens = int(values @ counts)
+        max_tokens = min_tokens if self.labels is None else 2 * min_tokens
+        problems = [
+            problem
+            for problem, is_right in {
                 "no documents": self.num_documents > 0,
                 "tokens and loss_mask differ in size": len(self.loss_mask) == self.num_tokens,
                 "loss_weights do not fit the tokens": self.loss_weights is None
@@ -426,15 +430,17 @@ class TokenStore:
                 and bool((np.diff(values) > 0).all())
                 and bool((values > 0).all()),
                 "lengths do not add up to the documents": int(counts.sum()) == self.num_documents,
-                "lengths do not add up to the tokens": of_lengths <= self.num_tokens <= most,
+                "lengths do not add up to the tokens": min_tokens <= self.num_tokens <= max_tokens,
                 "offsets do not end at the last token": len(self.offsets) > 0
                 and int(self.offsets[0]) == 0
                 and int(self.offsets[len(self.offsets) - 1]) == self.num_tokens,
             }.items()
             if not is_right
         ]
-        if wrong:
-            raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN_ADVICE}")
+        if problems:
+            raise DataError(
+                f"{self.path} is damaged: {'; '.join(problems)}; {PREPARE_AGAIN_ADVICE}"
+            )
 
 
 def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[TokensAndMask]:
@@ -450,28 +456,28 @@ def compute_packed_lengths(lengths: np.ndarray, borders: np.ndarray | None) -> n
 
 def find_prepared_files(source: Paths, folders: Iterable[Path]) -> list[Path]:
     """Return the files in ``folders`` that were prepared from ``source``, oldest first."""
-    found = []
+    prepared_files = []
     for file in {file for folder in folders for file in folder.glob("*.h5")}:
         with contextlib.suppress(DataError, OSError):
             if TokenStore.open(file).attributes.source == join_paths(source):
-                found.append(file)
-    return sorted(found, key=lambda file: file.stat().st_mtime)
+                prepared_files.append(file)
+    return sorted(prepared_files, key=lambda file: file.stat().st_mtime)
 
 
 def _require_format(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN_ADVICE}")
-    if why := explain_pointer_file(path):
-        raise DataError(why)
+    if problem := explain_pointer_file(path):
+        raise DataError(problem)
     with path.open("rb") as file:
         start = file.read(len(HDF5_MAGIC))
-        intact = start == HDF5_MAGIC and is_structure_intact(file)
+        is_intact = start == HDF5_MAGIC and is_structure_intact(file)
     if start != HDF5_MAGIC:
         raise DataError(
             f"{path} is not an HDF5 file (it starts with {start!r}); data.path takes a file made by"
             f" `python -m hpc_tune prepare`, or raw data as {KNOWN_KINDS_TEXT}"
         )
-    if not intact:
+    if not is_intact:
         raise DataError(
             f"{path} is not as `prepare` wrote it: cut off or damaged since, or written by another"
             f" program or by an earlier hpc_tune. Copy it again, or {PREPARE_AGAIN_ADVICE}"
@@ -500,10 +506,10 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
         counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
         FORM_DATASETS[attributes["form"]]  # a KeyError for an unknown one
         values = {name: kind(attributes[name]) for name, kind in kinds.items()}
-        found = Attributes(**values, counters=counters)
-        if found.version != version:
-            raise ValueError(f"version {version} of a file of version {found.version}")
-        return found
+        parsed = Attributes(**values, counters=counters)
+        if parsed.version != version:
+            raise ValueError(f"version {version} of a file of version {parsed.version}")
+        return parsed
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN_ADVICE}"

@@ -77,11 +77,11 @@ class Prefetcher:
                 self._condition.notify_all()
                 return batches
         with self._build_lock:
-            built = self._build(start)
-        assert built is not None, f"row {start} is after the end of the stream"
+            step = self._build(start)
+        assert step is not None, f"row {start} is after the end of the stream"
         with self._condition:
-            self._next_row = built[1]
-        return built[0]
+            self._next_row = step[1]
+        return step[0]
 
     def restart(self, start: int) -> None:
         """Discard the queue and continue at ``start``."""
@@ -130,26 +130,26 @@ class Prefetcher:
                 if self._is_closed:
                     return
                 start, generation = self._next_row, self._generation
-            built, error = None, None
+            step, error = None, None
             try:
                 with self._build_lock:
-                    built = self._build(start)
+                    step = self._build(start)
             except BaseException as caught:  # handed to the thread that asks for the step
                 error = caught
             with self._condition:
                 if generation == self._generation and self._next_row == start and self._has_room():
-                    self._queue_step(start, built, error)
+                    self._queue_step(start, step, error)
                 self._condition.notify_all()
 
     def _queue_step(
-        self, start: int, built: tuple[list[Batch], int] | None, error: BaseException | None
+        self, start: int, step: tuple[list[Batch], int] | None, error: BaseException | None
     ) -> None:
         if error is not None:
             self._error = error
-        elif built is None:
+        elif step is None:
             self._is_at_end = True
         else:
-            batches, self._next_row = built
+            batches, self._next_row = step
             num_bytes = sum(batch.num_bytes for batch in batches)
             self._queue.append((start, batches, num_bytes))
             self._queued_bytes += num_bytes
@@ -258,9 +258,11 @@ class Loader:
         """
         differing = {k: v for k, v in self._identity.items() if state.get(k) != v}
         if differing:
-            said = [f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in differing.items()]
+            diffs = [
+                f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in differing.items()
+            ]
             raise ConfigError(
-                f"the rows have another order than this run was trained with ({'; '.join(said)}). "
+                f"the rows have another order than this run was trained with ({'; '.join(diffs)}). "
                 "Give the old values, or another run.dir"
             )
         self.stream.require_state(state)
@@ -372,25 +374,25 @@ def warn_of_truncated_documents(
     """Warn if documents are longer than a row, or were before they were prepared; if
     ``include_advice``, say which data.seq_len would keep them whole.
     """
-    prepared, counters = store.attributes.seq_len, store.attributes.counters
+    prepared_seq_len, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
     lengths = _count_overlong_documents(store, seq_len)
-    if prepared < seq_len and num_cut:
+    if prepared_seq_len < seq_len and num_cut:
         log.warning(
             "%s was prepared with seq_len %d: %d documents are cut there, although data.seq_len is"
             " %d; prepare it again to keep more of them",
             store.path,
-            prepared,
+            prepared_seq_len,
             num_cut,
             seq_len,
         )
-    if prepared < seq_len or not lengths:
+    if prepared_seq_len < seq_len or not lengths:
         return
     num_dropped = max(sum(counters.cut_lengths.values()) - num_cut, 0)
     excess = np.maximum(store.length_values - seq_len, 0)
-    longest, most = _length_quantile(lengths, 1.0), _length_quantile(lengths, 0.99)
+    longest, p99 = _length_quantile(lengths, 1.0), _length_quantile(lengths, 0.99)
     advice = (
-        f". data.seq_len={longest} holds all of them{f', {most} 99%' if most < longest else ''}; "
+        f". data.seq_len={longest} holds all of them{f', {p99} 99%' if p99 < longest else ''}; "
         "docs/long-rows.md says what makes such rows fit (parallel.context, parallel.row_pieces, "
         "parallel.offload_activations), and what they take: python -m hpc_tune plan --config FILE "
         f"data.seq_len={longest}"
@@ -416,17 +418,19 @@ def _count_overlong_documents(store: TokenStore, seq_len: int) -> Counter[int]:
     that were cut in preparation their length before that.
     """
     counters, values = store.attributes.counters, store.length_values.tolist()
-    held = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))
+    length_counts = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))
     if counters.cut_lengths:  # cut documents now count as full rows
-        held[store.attributes.seq_len] -= counters.truncated
-    beyond = Counter({int(length): num for length, num in counters.cut_lengths.items()})
-    for length, num in held.items():
-        beyond[round_length(length)] += num if length > seq_len else 0
-    return Counter({length: num for length, num in beyond.items() if length > seq_len and num > 0})
+        length_counts[store.attributes.seq_len] -= counters.truncated
+    rounded_counts = Counter({int(length): num for length, num in counters.cut_lengths.items()})
+    for length, num in length_counts.items():
+        rounded_counts[round_length(length)] += num if length > seq_len else 0
+    return Counter(
+        {length: num for length, num in rounded_counts.items() if length > seq_len and num > 0}
+    )
 
 
 def _length_quantile(lengths: Counter[int], share: float) -> int:
     """Return the length that ``share`` of the documents do not exceed."""
-    ordered = sorted(lengths)
-    ends = np.cumsum([lengths[length] for length in ordered])
-    return ordered[int(np.searchsorted(ends, share * ends[-1]))]
+    sorted_lengths = sorted(lengths)
+    ends = np.cumsum([lengths[length] for length in sorted_lengths])
+    return sorted_lengths[int(np.searchsorted(ends, share * ends[-1]))]

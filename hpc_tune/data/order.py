@@ -83,24 +83,29 @@ def pack_documents(histogram: dict[int, int], seq_len: int) -> list[RowPattern]:
 
     for length in sorted(histogram, reverse=True):
         assert 0 < length <= seq_len, f"length {length} is outside 1..{seq_len}"
-        left = histogram[length]
-        while left:
-            at = bisect_left(spaces, length)
-            if at == len(spaces):
-                put(RowPattern((), left), seq_len)  # empty rows, more than needed: left out below
+        count = histogram[length]
+        while count:
+            index = bisect_left(spaces, length)
+            if index == len(spaces):
+                put(RowPattern((), count), seq_len)  # empty rows, more than needed: left out below
                 continue
-            space = spaces[at]
+            space = spaces[index]
             pattern = open_patterns[space].pop()
             if not open_patterns[space]:
-                del open_patterns[space], spaces[at]
+                del open_patterns[space], spaces[index]
             copies = space // length
-            full = min(pattern.num_rows, left // copies)
-            rest = left - full * copies if full < pattern.num_rows else 0  # fewer than copies
-            put(RowPattern((*pattern.items, (length, copies)), full), space - copies * length)
-            put(RowPattern((*pattern.items, (length, rest)), int(rest > 0)), space - rest * length)
-            untouched = pattern.num_rows - full - bool(rest)
-            put(RowPattern(pattern.items, untouched), space)
-            left -= full * copies + rest
+            num_full = min(pattern.num_rows, count // copies)
+            num_extra = (
+                count - num_full * copies if num_full < pattern.num_rows else 0
+            )  # fewer than copies
+            put(RowPattern((*pattern.items, (length, copies)), num_full), space - copies * length)
+            put(
+                RowPattern((*pattern.items, (length, num_extra)), int(num_extra > 0)),
+                space - num_extra * length,
+            )
+            num_untouched = pattern.num_rows - num_full - bool(num_extra)
+            put(RowPattern(pattern.items, num_untouched), space)
+            count -= num_full * copies + num_extra
     return [
         pattern for _, group in sorted(open_patterns.items()) for pattern in group if pattern.items
     ]
@@ -126,8 +131,8 @@ class PackedSampler:
         ``documents_by_length`` holds document numbers sorted by length; documents of ``seq_len``
         or more tokens, at its end, count as ``seq_len``.
         """
-        clipped = np.minimum(length_values, order.seq_len)
-        lengths, first = np.unique(clipped, return_index=True)
+        clipped_lengths = np.minimum(length_values, order.seq_len)
+        lengths, first = np.unique(clipped_lengths, return_index=True)
         counts = np.add.reduceat(length_counts, first)
         starts = np.cumsum(counts) - counts
         self._counts = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
@@ -147,8 +152,8 @@ class PackedSampler:
     @property
     def padding(self) -> float:
         """The share of an epoch's ``num_rows * seq_len`` places that hold no document."""
-        used = sum(length * count for length, count in self._counts.items())
-        return 1 - used / (self.num_rows * self._order.seq_len)
+        num_tokens = sum(length * count for length, count in self._counts.items())
+        return 1 - num_tokens / (self.num_rows * self._order.seq_len)
 
     def documents_of(self, stream_row: int) -> list[int]:
         """Return the document numbers in row ``epoch * num_rows + position`` of the stream."""
@@ -191,7 +196,8 @@ class Shuffle:
         self._b = -(-n // self._a)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
         self._keys = [
-            int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _FEISTEL_ROUNDS, 8)
+            int.from_bytes(digest[offset : offset + 8], "little")
+            for offset in range(0, 8 * _FEISTEL_ROUNDS, 8)
         ]
 
     def __call__(self, index: int) -> int:
@@ -211,12 +217,12 @@ class Shuffle:
 
 def _count_earlier_documents(patterns: list[RowPattern]) -> list[list[int]]:
     """Return, per pattern and item, how many documents of its length earlier patterns use."""
-    used: dict[int, int] = {}
+    used_counts: dict[int, int] = {}
     firsts = []
     for pattern in patterns:
-        firsts.append([used.get(length, 0) for length, _ in pattern.items])
+        firsts.append([used_counts.get(length, 0) for length, _ in pattern.items])
         for length, copies in pattern.items:
-            used[length] = used.get(length, 0) + copies * pattern.num_rows
+            used_counts[length] = used_counts.get(length, 0) + copies * pattern.num_rows
     return firsts
 
 
@@ -362,15 +368,15 @@ def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[So
     """Return how much of each source a run has used before a row of the stream."""
     rows = rows_before(phases, stream_row)
     parts = {name: part for phase in phases for name, part in phase.parts.items()}
-    learned = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
-    total = max(1.0, sum(learned.values()))
+    learned_tokens = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
+    total = max(1.0, sum(learned_tokens.values()))
     return [
         SourceProgress(
             name,
             part.amount_text if name in phases[-1].parts else "no longer used",
             rows[name],
-            round(learned[name]),
-            learned[name] / total,
+            round(learned_tokens[name]),
+            learned_tokens[name] / total,
             rows[name] / part.num_rows,
             part.num_rows,
             part.learned_tokens,
@@ -412,8 +418,8 @@ class Interleaving:
         """``rates``: how many rows each source has relative to the others, above 0."""
         unit = math.lcm(*(rate.denominator for rate in rates))
         heap = [
-            (int(rate * unit), at, _InterleavingNode(int(rate * unit), at))
-            for at, rate in enumerate(rates)
+            (int(rate * unit), source, _InterleavingNode(int(rate * unit), source))
+            for source, rate in enumerate(rates)
         ]
         heapq.heapify(heap)
         numbers = itertools.count(len(heap))
@@ -427,10 +433,12 @@ class Interleaving:
         """Return the source at a place, and how many of its rows come before."""
         node = self._root
         while node.halves is not None:
-            one, other = node.halves
-            before = node.count_first_half(place)
-            is_of_one = node.count_first_half(place + 1) > before
-            node, place = (one, before) if is_of_one else (other, place - before)
+            first_half, second_half = node.halves
+            num_before = node.count_first_half(place)
+            is_in_first = node.count_first_half(place + 1) > num_before
+            node, place = (
+                (first_half, num_before) if is_in_first else (second_half, place - num_before)
+            )
         return node.source, place
 
     def counts(self, num_rows: int) -> list[int]:
@@ -442,7 +450,7 @@ class Interleaving:
             if node.halves is None:
                 counts[node.source] = num
             else:
-                one, other = node.halves
-                first = node.count_first_half(num)
-                open_nodes += [(one, first), (other, num - first)]
+                first_half, second_half = node.halves
+                num_first = node.count_first_half(num)
+                open_nodes += [(first_half, num_first), (second_half, num - num_first)]
         return counts

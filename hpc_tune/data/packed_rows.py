@@ -44,7 +44,7 @@ def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _His
 def select_documents(num_documents: int, document_limit: int) -> np.ndarray:
     """Return the numbers of ``document_limit`` documents, rising, int64; always the same ones."""
     shuffle = Shuffle(num_documents, "limit")
-    return np.sort(np.array([shuffle(at) for at in range(document_limit)], dtype=np.int64))
+    return np.sort(np.array([shuffle(index) for index in range(document_limit)], dtype=np.int64))
 
 
 def count_learned_tokens(store: TokenStore, seq_len: int, document_limit: int | None = None) -> int:
@@ -66,11 +66,11 @@ def count_tokens(store: TokenStore, document_limit: int | None = None) -> tuple[
     indices = _used_documents(store, document_limit)
     if indices is None:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
-    tokens = learned = 0
+    num_tokens = num_learned = 0
     for number in indices:
         mask = _learned_mask(store, int(number))
-        tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
-    return tokens, learned
+        num_tokens, num_learned = num_tokens + len(mask), num_learned + int(np.count_nonzero(mask))
+    return num_tokens, num_learned
 
 
 def _used_documents(store: TokenStore, document_limit: int | None) -> np.ndarray | None:
@@ -92,11 +92,11 @@ def _count_learned_tokens_by_range(store: TokenStore, seq_len: int) -> Iterator[
     while first < store.num_documents:
         stop = int(np.searchsorted(offsets, offsets[first] + _TOKENS_PER_READ, side="right")) - 1
         stop = min(max(stop, first + 1), store.num_documents)
-        at = offsets[first : stop + 1] - offsets[first]
+        local_offsets = offsets[first : stop + 1] - offsets[first]
         mask = store.loss_mask[int(offsets[first]) : int(offsets[stop])]
-        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-        ends = np.minimum(at[1:], at[:-1] + seq_len)
-        yield int((before[ends] - before[at[:-1]]).sum())
+        running_sum = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        ends = np.minimum(local_offsets[1:], local_offsets[:-1] + seq_len)
+        yield int((running_sum[ends] - running_sum[local_offsets[:-1]]).sum())
         first = stop
 
 
@@ -164,9 +164,9 @@ class PackedRows:
         values, counts, indices = sort_by_length(store, document_limit)
         longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
-            what = "both answers together" if store.form == "pairs" else "with their prompts"
+            description = "both answers together" if store.form == "pairs" else "with their prompts"
             raise DataError(
-                f"{store.path} has preferences of up to {longest} tokens, {what}, "
+                f"{store.path} has preferences of up to {longest} tokens, {description}, "
                 f"but data.seq_len={order.seq_len} would cut them; set data.seq_len={longest} or"
                 " more, or prepare the data again with this one"
             )
@@ -241,8 +241,8 @@ def make_micro_batches(
 ) -> list[Batch]:
     """Build as many micro-batches of ``own_rows`` as a rank with ``max_rows_per_rank`` rows has."""
     batches = []
-    for at in range(0, max_rows_per_rank, micro_size):
-        indices = own_rows[at : at + micro_size]
+    for start in range(0, max_rows_per_rank, micro_size):
+        indices = own_rows[start : start + micro_size]
         batches.append(
             _read_batch(rows, indices, own_rows.step)
             if indices
@@ -252,32 +252,32 @@ def make_micro_batches(
 
 
 def _read_batch(rows: Rows, indices: range, stride: int) -> Batch:
-    read = [rows.read(number) for number in indices]
+    read_rows = [rows.read(number) for number in indices]
     lay_out = partial(make_batch, seq_len=rows.seq_len, first_row=indices[0], row_stride=stride)
     if rows.form == "pairs":
-        both = lay_out([[side for sides in row.sides for side in sides] for row in read])
-        return replace(both, pairs=_make_pairs(read))
-    own = lay_out([[sides[0] for sides in row.sides] for row in read])
+        pair_batch = lay_out([[side for sides in row.sides for side in sides] for row in read_rows])
+        return replace(pair_batch, pairs=_make_pairs(read_rows))
+    own_batch = lay_out([[sides[0] for sides in row.sides] for row in read_rows])
     if rows.form == "answers":
-        return own
-    others = lay_out([[sides[1] for sides in row.sides if len(sides) > 1] for row in read])
-    pairs = _make_pairs(read)
+        return own_batch
+    mismatched = lay_out([[sides[1] for sides in row.sides if len(sides) > 1] for row in read_rows])
+    pairs = _make_pairs(read_rows)
     # Each batch counts only the tokens of its own side.
     num_loss_tokens_P2 = pairs.num_loss_tokens_P2
     first, second = (num_loss_tokens_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
-    others = replace(others, pairs=replace(pairs, num_loss_tokens_P2=second))
-    return replace(own, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched=others)
+    mismatched = replace(mismatched, pairs=replace(pairs, num_loss_tokens_P2=second))
+    return replace(own_batch, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched=mismatched)
 
 
-def _make_pairs(read: Sequence[RowDocuments]) -> PreferencePairs:
-    documents = [sides for row in read for sides in row.sides]
+def _make_pairs(rows: Sequence[RowDocuments]) -> PreferencePairs:
+    documents = [sides for row in rows for sides in row.sides]
     num_loss_tokens_P2 = np.zeros((len(documents), 2), dtype=np.int64)
     for number, sides in enumerate(documents):
         num_loss_tokens_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
     return PreferencePairs(
         torch.from_numpy(num_loss_tokens_P2),
-        torch.from_numpy(np.concatenate([row.reference_log_probs_P2 for row in read])),
-        torch.tensor([label for row in read for label in row.desirable_labels], dtype=torch.bool),
+        torch.from_numpy(np.concatenate([row.reference_log_probs_P2 for row in rows])),
+        torch.tensor([label for row in rows for label in row.desirable_labels], dtype=torch.bool),
     )
 
 
@@ -295,26 +295,26 @@ def make_batch(
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
     labels_BT = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
-    counting = np.arange(width)
+    all_positions = np.arange(width)
     num_loss_tokens = num_tokens = 0
     has_weights = any(mask.dtype == np.float32 for row in rows for _, mask in row)
     document_lengths, padding, weights = [], [], []
     for number, row in enumerate(rows):
-        at, lengths = 0, []
+        offset, lengths = 0, []
         for tokens, loss_mask in row:
             length = min(len(tokens), seq_len)
-            tokens_BT[number, at : at + length] = tokens[:length]
-            positions_BT[number, at : at + length] = counting[:length]
-            learned = np.flatnonzero(loss_mask[1:length])
-            labels_BT[number, at + learned] = tokens[1:length][learned]
-            num_loss_tokens += len(learned)
-            weights.append(loss_mask[1:length][learned].astype(np.float32))
-            at += length
+            tokens_BT[number, offset : offset + length] = tokens[:length]
+            positions_BT[number, offset : offset + length] = all_positions[:length]
+            learned_indices = np.flatnonzero(loss_mask[1:length])
+            labels_BT[number, offset + learned_indices] = tokens[1:length][learned_indices]
+            num_loss_tokens += len(learned_indices)
+            weights.append(loss_mask[1:length][learned_indices].astype(np.float32))
+            offset += length
             lengths.append(length)
-        num_tokens += at
-        document_lengths.append([length for length in (*lengths, width - at) if length])
-        padding.append(width - at)
-        positions_BT[number, at:] = counting[: width - at]
+        num_tokens += offset
+        document_lengths.append([length for length in (*lengths, width - offset) if length])
+        padding.append(width - offset)
+        positions_BT[number, offset:] = all_positions[: width - offset]
     return Batch(
         torch.from_numpy(tokens_BT),
         torch.from_numpy(labels_BT),
@@ -372,10 +372,10 @@ class MixedRows:
 
     def source_and_row(self, stream_row: int) -> tuple[int, int]:
         """Return the number of a row's source, and which row of that source's stream it is."""
-        place = stream_row - self.phase.first_row
-        assert place >= 0, f"row {stream_row} is in an earlier phase"
-        source, before = self._interleaving.source_and_row_at(place)
-        return source, self._rows_before[source] + before
+        position = stream_row - self.phase.first_row
+        assert position >= 0, f"row {stream_row} is in an earlier phase"
+        source, num_before = self._interleaving.source_and_row_at(position)
+        return source, self._rows_before[source] + num_before
 
     def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""
@@ -392,8 +392,8 @@ class MixedRows:
         Raises:
             ConfigError: if it is in another. ``determine_phases`` decides what may continue.
         """
-        saved, own = state.get("phases"), self.state()["phases"]
-        if not saved or saved != own[: len(saved)]:
+        saved_phases, own_phases = state.get("phases"), self.state()["phases"]
+        if not saved_phases or saved_phases != own_phases[: len(saved_phases)]:
             raise ConfigError(
                 "data.sources are not what this run was trained on. Give the old sources, or "
                 "another run.dir"

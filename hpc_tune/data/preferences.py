@@ -65,20 +65,20 @@ def split_chats(
             f"{both} are the same: neither is preferred; take the row out, or set"
             " data.bad_rows=skip"
         )
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
-    rests = chosen[same:], rejected[same:]
-    for name, rest in zip(names, rests, strict=True):
-        if not rest:
+    begin = 0
+    while begin < min(len(chosen), len(rejected)) and chosen[begin] == rejected[begin]:
+        begin += 1
+    tails = chosen[begin:], rejected[begin:]
+    for name, tail in zip(names, tails, strict=True):
+        if not tail:
             raise _make_missing_answer_error(name)
-        if not same or rest[0]["role"] != "assistant":
+        if not begin or tail[0]["role"] != "assistant":
             raise WrongRecord(
-                f"{both} do not begin with the same prompt: they differ in message {same + 1}, "
-                f"which is {format_value(rest[0])} in {name}; expected the same messages, and then "
+                f"{both} do not begin with the same prompt: they differ in message {begin + 1}, "
+                f"which is {format_value(tail[0])} in {name}; expected the same messages, and then "
                 "the assistant's"
             )
-    return chosen[:same], *rests
+    return chosen[:begin], *tails
 
 
 def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Prompt, Answer, Answer]:
@@ -87,17 +87,17 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     Raises:
         WrongRecord: if one of the three would be empty, or what follows in a dialogue is Human's.
     """
-    one, other = _split_turns(chosen, names[0]), _split_turns(rejected, names[1])
-    if one and other:
-        prompt, *rests = split_chats(one, other, names)
-        asked = _as_completion(prompt)
-        if asked is None or [*map(len, rests)] != [1, 1]:
-            return prompt, rests[0], rests[1]
-        return asked, rests[0][0]["content"], rests[1][0]["content"]
+    chosen_turns, rejected_turns = _split_turns(chosen, names[0]), _split_turns(rejected, names[1])
+    if chosen_turns and rejected_turns:
+        prompt, *answer_turns = split_chats(chosen_turns, rejected_turns, names)
+        completion = _as_completion(prompt)
+        if completion is None or [*map(len, answer_turns)] != [1, 1]:
+            return prompt, answer_turns[0], answer_turns[1]
+        return completion, answer_turns[0][0]["content"], answer_turns[1][0]["content"]
     # Answers that begin alike must not be cut inside a word, where tokens would differ.
-    same = re.sub(r"\S+\Z", "", os.path.commonprefix([chosen, rejected]))
-    answers = [text[len(same) :].lstrip() for text in (chosen, rejected)]
-    if not same.strip():
+    prefix = re.sub(r"\S+\Z", "", os.path.commonprefix([chosen, rejected]))
+    answers = [text[len(prefix) :].lstrip() for text in (chosen, rejected)]
+    if not prefix.strip():
         raise WrongRecord(
             f"{' and '.join(names)} are texts that begin with different words, but there is "
             "no prompt; expected one beside them, or texts that begin with it"
@@ -105,7 +105,7 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     for name, answer in zip(names, answers, strict=True):
         if not answer:
             raise _make_missing_answer_error(name)
-    return Completion(same.rstrip(), "", plain_prompt=same), answers[0], answers[1]
+    return Completion(prefix.rstrip(), "", plain_prompt=prefix), answers[0], answers[1]
 
 
 def _make_missing_answer_error(name: str) -> WrongRecord:
@@ -116,12 +116,12 @@ def _make_missing_answer_error(name: str) -> WrongRecord:
 
 def _split_turns(text: str, name: str) -> Messages:
     """Return the turns of a dialogue of Human and Assistant as messages; empty for other text."""
-    before, *parts = _TURN.split(f"\n\n{text.strip()}")
-    if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
+    preamble, *parts = _TURN.split(f"\n\n{text.strip()}")
+    if preamble or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return []
     turns = [
-        {"role": _ROLES[who], "content": said.strip()}
-        for who, said in zip(parts[::2], parts[1::2], strict=True)
+        {"role": _ROLES[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         raise WrongRecord(f"{name} ends without an answer of Assistant, expected one after Human's")
@@ -130,12 +130,12 @@ def _split_turns(text: str, name: str) -> Messages:
 
 def _as_completion(prompt: Messages) -> Completion | None:
     """Return a dialogue's prompt with its history; None if the turns do not alternate."""
-    said = [message["content"] for message in prompt]
-    if [message["role"] for message in prompt] != (["user", "assistant"] * len(said))[: len(said)]:
+    texts = [turn["content"] for turn in prompt]
+    if [turn["role"] for turn in prompt] != (["user", "assistant"] * len(texts))[: len(texts)]:
         return None
-    plain = "".join(f"\n\n{_NAMES[message['role']]}: {message['content']}" for message in prompt)
-    history = tuple(zip(said[:-1:2], said[1::2], strict=True))
-    return Completion(said[-1], "", f"{plain}\n\nAssistant: ", history=history)
+    plain = "".join(f"\n\n{_NAMES[turn['role']]}: {turn['content']}" for turn in prompt)
+    history = tuple(zip(texts[:-1:2], texts[1::2], strict=True))
+    return Completion(texts[-1], "", f"{plain}\n\nAssistant: ", history=history)
 
 
 # -- The form of a pair: a chosen and a rejected answer, their prompt, and optional fields.
@@ -265,12 +265,12 @@ def find_first_learned_answer(chat: Chat) -> int:
 
     If none is learned, return the number of messages.
     """
-    learned = (
+    learned_numbers = (
         number
         for number, message in enumerate(chat.messages)
         if message["role"] == "assistant" and number not in chat.unlearned
     )
-    return next(learned, len(chat.messages))
+    return next(learned_numbers, len(chat.messages))
 
 
 def _advise_other_objective(record: dict[str, Any]) -> str:
@@ -286,22 +286,22 @@ def _advise_other_objective(record: dict[str, Any]) -> str:
 
 def _find_only_field(record: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return which of ``names`` a row has; None without any."""
-    has = [name for name in names if record.get(name) is not None]
-    if len(has) > 1:
+    matches = [name for name in names if record.get(name) is not None]
+    if len(matches) > 1:
         raise WrongRecord(
-            f"found the fields {' and '.join(has)}, and either could be meant; say which: "
-            f"data.columns={{{has[0]}: {names[0]}}}"
+            f"found the fields {' and '.join(matches)}, and either could be meant; say which: "
+            f"data.columns={{{matches[0]}: {names[0]}}}"
         )
-    return has[0] if has else None
+    return matches[0] if matches else None
 
 
 def _split_row(
     record: dict[str, Any], better: str | None, worse: str | None
 ) -> tuple[Prompt, Answer, Answer]:
     """Return prompt, chosen and rejected answer; ``better``, ``worse``: the answers' fields."""
-    whole = next((name for name in CHAT_FIELDS if not is_unset(record.get(name))), None)
-    if better is None and worse != "rejected" and whole is not None:
-        return _split_ms_swift_row(record, whole, str(worse))
+    chat_field = next((name for name in CHAT_FIELDS if not is_unset(record.get(name))), None)
+    if better is None and worse != "rejected" and chat_field is not None:
+        return _split_ms_swift_row(record, chat_field, str(worse))
     if better is None or worse is None:
         raise WrongRecord(
             f"found {better or worse}, but {'rejected' if better else 'chosen'} is missing;"
@@ -337,36 +337,36 @@ def _refuse_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) ->
 
 
 def _split_ms_swift_row(
-    record: dict[str, Any], whole: str, worse: str
+    record: dict[str, Any], field: str, worse: str
 ) -> tuple[Messages, Answer, Answer]:
     """Return prompt, chosen and rejected answer of a row whose messages end with the chosen one.
 
     It is all after the user's last turn, or what differs if the rejected one is a whole chat.
     """
-    messages, rejected = _read_turns(record[whole], whole), _read_answer(record, worse)
+    messages, rejected = _read_turns(record[field], field), _read_answer(record, worse)
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
-            f"{whole} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
+            f"{field} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
             f" answer that is preferred to {worse}"
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
-        return split_chats(messages, rejected, (whole, worse))
+        return split_chats(messages, rejected, (field, worse))
     begin = _last_round_start(messages)
     if not begin:
-        raise WrongRecord(f"{whole} begins with its answer, expected a turn of the user before it")
+        raise WrongRecord(f"{field} begins with its answer, expected a turn of the user before it")
     return messages[:begin], messages[begin:], rejected
 
 
 def _last_round_start(messages: Messages) -> int:
     """Return the number of the assistant's first message after the user's last one."""
-    user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
-    return next(n for n, m in enumerate(messages) if n > user and m["role"] == "assistant")
+    last_user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    return next(n for n, m in enumerate(messages) if n > last_user and m["role"] == "assistant")
 
 
 def _require_same_tools(record: dict[str, Any]) -> None:
     """Refuse other tools for the rejected answer (ms-swift): its prompt would be another."""
-    rejected = read_tools({"tools": record.get("rejected_tools")})
-    if rejected is not None and rejected != _read_tools(record):
+    rejected_tools = read_tools({"tools": record.get("rejected_tools")})
+    if rejected_tools is not None and rejected_tools != _read_tools(record):
         raise WrongRecord(
             "rejected_tools and tools differ: two answers are compared after the same prompt, of "
             "which the tools are a part; keep tools alone"
@@ -396,12 +396,12 @@ def _read_turns(value: Any, field: str) -> Messages:
 
 def _read_prompt(record: dict[str, Any]) -> Prompt | None:
     """Return the prompt from a field of its own, or from several; None without one."""
-    if isinstance(inner := record.get("input"), dict):  # OpenAI
-        return _read_turns(inner.get("messages"), "input.messages")
-    given = record.get("prompt")
-    if not is_unset(given) and not isinstance(given, str):
-        return _read_turns(given, "prompt")
-    if is_unset(given):
+    if isinstance(openai_input := record.get("input"), dict):  # OpenAI
+        return _read_turns(openai_input.get("messages"), "input.messages")
+    prompt = record.get("prompt")
+    if not is_unset(prompt) and not isinstance(prompt, str):
+        return _read_turns(prompt, "prompt")
+    if is_unset(prompt):
         for name in CHAT_FIELDS:
             if not is_unset(record.get(name)):
                 return _read_turns(record[name], name)
@@ -416,10 +416,10 @@ def _read_prompt(record: dict[str, Any]) -> Prompt | None:
         raise WrongRecord(f"{field} is {format_value(record[field])}, expected a prompt as text")
     if field != "instruction" and is_unset(record.get("history")):
         return _add_system(Completion(record[field], "", plain_prompt=record[field]), record)
-    further = next((f for f in ("input", "context") if not is_unset(record.get(f))), None)
+    input_field = next((f for f in ("input", "context") if not is_unset(record.get(f))), None)
     fields = {"instruction": record[field], "history": record.get("history"), "output": ""}
-    if field == "instruction" and further is not None:
-        fields["input"] = record[further]
+    if field == "instruction" and input_field is not None:
+        fields["input"] = record[input_field]
     alpaca = to_example({name: value for name, value in fields.items() if value is not None})
     assert isinstance(alpaca, Completion)
     return _add_system(replace(alpaca, plain_answers=()), record)
@@ -444,24 +444,24 @@ def _read_system(record: dict[str, Any]) -> str:
 
 
 def _read_tools(record: dict[str, Any]) -> list[Any] | None:
-    inner = record.get("input")
-    return read_tools(inner if isinstance(inner, dict) else record)
+    openai_input = record.get("input")
+    return read_tools(openai_input if isinstance(openai_input, dict) else record)
 
 
 def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequence[str]) -> None:
     """Check that the prompt field agrees with the prompt that two whole chats begin with."""
-    given = record.get("prompt")
-    if is_unset(given):
+    value = record.get("prompt")
+    if is_unset(value):
         return
-    if isinstance(given, str):
+    if isinstance(value, str):
         texts = [str(m.get("content") or "").strip() for m in prompt if m["role"] != "assistant"]
-        is_same = any(text and (text in given or given.strip() in text) for text in texts)
+        is_same = any(text and (text in value or value.strip() in text) for text in texts)
     else:
-        turns = _read_turns(given, "prompt")
+        turns = _read_turns(value, "prompt")
         is_same = turns == prompt[: len(turns)]
     if not is_same:
         raise WrongRecord(
-            f"prompt is {format_value(given)}, but the chats of {' and '.join(names)} begin with"
+            f"prompt is {format_value(value)}, but the chats of {' and '.join(names)} begin with"
             f" {format_value(prompt[-1])}; take one of the prompts out"
         )
 
@@ -551,8 +551,8 @@ def _has_content(message: dict[str, Any]) -> bool:
     """Return whether a message has text, or a call of tools."""
     content = message.get("content")
     text = content.strip() if isinstance(content, str) else content
-    others = message.get("tool_calls"), message.get("function_call")
-    return not all(is_unset(value) for value in (text, *others))
+    calls = message.get("tool_calls"), message.get("function_call")
+    return not all(is_unset(value) for value in (text, *calls))
 
 
 # -- What kto needs of labeled answers: both kinds of them, with about the same total weight.
@@ -571,11 +571,11 @@ def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
     """
     if num_good and num_bad:
         return
-    found = "true" if num_good else "false"
-    instead = "or tune.objective=sft, which learns answers that are all good" if num_good else ""
+    label = "true" if num_good else "false"
+    advice = "or tune.objective=sft, which learns answers that are all good" if num_good else ""
     raise DataError(
-        f"all {num_good + num_bad} labels of {where} are {found}: kto compares good answers with "
-        f"others; give answers of both kinds{', ' if instead else ''}{instead}"
+        f"all {num_good + num_bad} labels of {where} are {label}: kto compares good answers with "
+        f"others; give answers of both kinds{', ' if advice else ''}{advice}"
     )
 
 

@@ -122,9 +122,9 @@ def cache_file_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> 
 
     The name changes if the source, the settings, the tokenizer or hpc_tune's version change.
     """
-    first, *others = as_list(paths)
+    first, *other_paths = as_list(paths)
     stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
-    stem += f"-and-{len(others)}" if others else ""
+    stem += f"-and-{len(other_paths)}" if other_paths else ""
     return f"{stem}-{_cache_key(paths, tokenizer, settings)}.h5"
 
 
@@ -137,10 +137,10 @@ def plan_preparation(
         DataError: if the source is missing, empty or of no known kind, or the tokenizer is not a
             fast one.
     """
-    out, made_by = Path(out), fingerprint(tokenizer)
+    out, tokenizer_hash = Path(out), fingerprint(tokenizer)
     attributes = Attributes(
         tokenizer=tokenizer_name(tokenizer),
-        tokenizer_fingerprint=made_by,
+        tokenizer_fingerprint=tokenizer_hash,
         vocab_size=num_ids(tokenizer),
         seq_len=settings.seq_len,
         loss_on=settings.loss_on,
@@ -149,7 +149,7 @@ def plan_preparation(
         hpc_tune_version=__version__,
         form=settings.reading.form,
     )
-    parts = out.with_name(f".{out.name}.{_cache_key(paths, made_by, settings)}.parts")
+    parts = out.with_name(f".{out.name}.{_cache_key(paths, tokenizer_hash, settings)}.parts")
     chunks = tuple(list_chunks(paths))
     return PreparePlan(out, hash_file_ends(paths), chunks, settings, attributes, parts)
 
@@ -171,14 +171,14 @@ def tokenize_chunks(
     numbers = range(ranks.rank, len(work.chunks), ranks.size)
     settings = work.settings
     with _limit_tokenizer_threads(ranks.threads):
-        for done, number in enumerate(numbers, 1):
+        for num_done, number in enumerate(numbers, 1):
             if not zipfile.is_zipfile(work.part_file(number)):
                 encoder = make_encoder(
                     settings.reading.form, tokenizer, settings.seq_len, settings.loss_on
                 )
                 _write_part(work, number, encoder)
             if report is not None:
-                report(done, len(numbers))
+                report(num_done, len(numbers))
 
 
 def join_parts(work: PreparePlan) -> Counters:
@@ -204,9 +204,9 @@ def join_parts(work: PreparePlan) -> Counters:
     return counters
 
 
-def _check_counters(work: PreparePlan, counters: Counters, findings: ReadFindings) -> None:
+def _check_counters(plan: PreparePlan, counters: Counters, findings: ReadFindings) -> None:
     """Log what was found in the data; refuse data without an example to learn from."""
-    reading, source = work.settings.reading, work.attributes.source
+    reading, source = plan.settings.reading, plan.attributes.source
     if counters.documents:
         require_columns(source, reading, findings)
     for line in findings.lines() if reading.part != "held-out" else ():
@@ -223,9 +223,9 @@ def _check_counters(work: PreparePlan, counters: Counters, findings: ReadFinding
     ):
         raise DataError(
             f"{source}: all {counters.dropped[ANSWER_BEYOND_SEQ_LEN]} answers begin after token "
-            f"{work.settings.seq_len}: raise data.seq_len"
+            f"{plan.settings.seq_len}: raise data.seq_len"
         )
-    reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
+    reasons = [f"{n} dropped: {reason}" for reason, n in counters.dropped.items()]
     reasons += [f"{findings.num_bad} bad rows skipped"] if findings.num_bad else []
     reasons += [f"{findings.num_marked} left out, as marked"] if findings.num_marked else []
     raise DataError(
@@ -234,13 +234,13 @@ def _check_counters(work: PreparePlan, counters: Counters, findings: ReadFinding
     )
 
 
-def _require_same_files(own: PreparePlan, work: PreparePlan) -> None:
+def _require_same_files(own_plan: PreparePlan, plan: PreparePlan) -> None:
     """Check that this rank sees the files of rank 0: each node may have copies."""
-    for files in zip_longest(own.files, work.files):
+    for files in zip_longest(own_plan.files, plan.files):
         if files[0] != files[1]:
             here, there = (f"{f[0]} of {f[1]:,} bytes" if f else "no such file" for f in files)
             raise DataError(
-                f"{own.attributes.source} is not the same on all nodes: {here} on this one, "
+                f"{own_plan.attributes.source} is not the same on all nodes: {here} on this one, "
                 f"{there} on rank 0's (or other content); copy it to each again, or to a folder "
                 "that they share"
             )
@@ -262,36 +262,36 @@ def prepare_data(
     Raises:
         DataError: if a rank cannot use or write the data; other ranks then raise a RemoteError.
     """
-    before = _file_stamp(Path(out), ranks)
-    own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
-    work: PreparePlan = ranks.broadcast(own)
+    old_stamp = _file_stamp(Path(out), ranks)
+    own_plan = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
+    plan: PreparePlan = ranks.broadcast(own_plan)
 
     def tokenize_own_chunks() -> None:
-        _require_same_files(own, work)
-        tokenize_chunks(work, tokenizer, ranks, report)
+        _require_same_files(own_plan, plan)
+        tokenize_chunks(plan, tokenizer, ranks, report)
 
-    failed: HpcTuneError | None = None
+    failure: HpcTuneError | None = None
     try:
         ranks.run_step(tokenize_own_chunks)
     except HpcTuneError as error:  # on all ranks; the parts may be gone
-        failed = error
-    is_there: bool = ranks.broadcast(_file_stamp(work.out, ranks) != before)
-    if failed is not None and not is_there:
-        raise failed
+        failure = error
+    is_there: bool = ranks.broadcast(_file_stamp(plan.out, ranks) != old_stamp)
+    if failure is not None and not is_there:
+        raise failure
 
     def join() -> None:
         if ranks.rank != 0:
             return
         try:
             if not is_there:
-                join_parts(work)
+                join_parts(plan)
         except (HpcTuneError, OSError):
-            if _file_stamp(work.out, ranks) == before:
+            if _file_stamp(plan.out, ranks) == old_stamp:
                 raise
-        shutil.rmtree(work.parts, ignore_errors=True)
+        shutil.rmtree(plan.parts, ignore_errors=True)
 
     ranks.run_step(join)
-    return TokenStore.open(work.out).attributes.counters
+    return TokenStore.open(plan.out).attributes.counters
 
 
 def _file_stamp(file: Path, ranks: PreparingRanks) -> tuple[int, int] | None:
@@ -314,8 +314,17 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    meaning = _LABELS_ENCODING_VERSION if settings.reading.form == "labels" else _ENCODING_VERSION
-    facts = [version, meaning, __version__, source_identity(paths), tokenizer, *values.values()]
+    encoding_version = (
+        _LABELS_ENCODING_VERSION if settings.reading.form == "labels" else _ENCODING_VERSION
+    )
+    facts = [
+        version,
+        encoding_version,
+        __version__,
+        source_identity(paths),
+        tokenizer,
+        *values.values(),
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -328,33 +337,33 @@ def _limit_tokenizer_threads(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    wanted = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
+    variables = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     if threads > 1 and "RAYON_NUM_THREADS" not in os.environ:
-        wanted["RAYON_NUM_THREADS"] = str(threads)
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+        variables["RAYON_NUM_THREADS"] = str(threads)
+    old_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
 
 
-def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
+def _write_part(plan: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, then facts about all."""
-    findings, histogram = ReadFindings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
+    findings, histogram = ReadFindings(), np.zeros(plan.settings.seq_len + 1, dtype=np.int64)
     num_tokens = 0
-    examples = read_chunk(work.chunks[number], work.settings.reading, findings)
+    examples = read_chunk(plan.chunks[number], plan.settings.reading, findings)
     with (
-        replace_atomically(work.part_file(number)) as temporary,
+        replace_atomically(plan.part_file(number)) as temporary,
         zipfile.ZipFile(temporary, "w") as part,
     ):
-        for at, block in enumerate(encoder.encode(examples)):
+        for index, block in enumerate(encoder.encode(examples)):
             for name, array in block.arrays.items():
-                with part.open(f"{at}/{name}.npy", "w", force_zip64=True) as file:
+                with part.open(f"{index}/{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array)
             histogram += np.bincount(block.packed_lengths, minlength=len(histogram))
             num_tokens += len(block.tokens)
@@ -372,7 +381,7 @@ def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEnc
 
 
 @contextlib.contextmanager
-def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
+def _open_part(plan: PreparePlan, number: int) -> Iterator[Any]:
     """Open a part to read arrays from it by name; each array's CRC is checked as it is read.
 
     Raises:
@@ -380,11 +389,11 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
             is damaged.
     """
     try:
-        with np.load(work.part_file(number), allow_pickle=False) as part:
+        with np.load(plan.part_file(number), allow_pickle=False) as part:
             yield part
     except FileNotFoundError:
         raise DataError(
-            f"the tokens of chunk {number + 1} of {len(work.chunks)} are missing in {work.parts};"
+            f"the tokens of chunk {number + 1} of {len(plan.chunks)} are missing in {plan.parts};"
             " the folder of the prepared file must be on a file system that all nodes share. Set"
             " data.cache to such a folder"
         ) from None
@@ -392,19 +401,19 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
         raise DataError(f"{error}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{work.part_file(number)} is damaged ({error}); remove its folder and prepare again"
+            f"{plan.part_file(number)} is damaged ({error}); remove its folder and prepare again"
         ) from error
 
 
-def _read_blocks(work: PreparePlan) -> Iterator[Block]:
-    for number in range(len(work.chunks)):
-        with _open_part(work, number) as part:
-            there = frozenset(part.files)
-            for at in count():
-                names = [f.name for f in fields(Block) if f"{at}/{f.name}" in there]
+def _read_blocks(plan: PreparePlan) -> Iterator[Block]:
+    for number in range(len(plan.chunks)):
+        with _open_part(plan, number) as part:
+            part_names = frozenset(part.files)
+            for index in count():
+                names = [f.name for f in fields(Block) if f"{index}/{f.name}" in part_names]
                 if not names:
                     break
-                yield Block(**{name: part[f"{at}/{name}"] for name in names})
+                yield Block(**{name: part[f"{index}/{name}"] for name in names})
 
 
 def _remove_stale_parts(out: Path) -> None:

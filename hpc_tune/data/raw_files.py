@@ -48,15 +48,15 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
     import pyarrow
 
     try:
-        packed = pyarrow.input_stream(
+        stream = pyarrow.input_stream(
             str(file), COMPRESSIONS[file.suffix.lower()], READ_BUFFER_BYTES
         )
-        with packed, io.BufferedReader(packed, READ_BUFFER_BYTES) as handle:
+        with stream, io.BufferedReader(stream, READ_BUFFER_BYTES) as handle:
             yield handle
     except (pyarrow.ArrowException, OSError) as error:
         long = "too much memory" in str(error)
-        todo = "--long was above 27: use at most --long=27 and pack it" if long else "write it"
-        raise DataError(f"{file} cannot be unpacked ({error}); {todo} again") from error
+        advice = "--long was above 27: use at most --long=27 and pack it" if long else "write it"
+        raise DataError(f"{file} cannot be unpacked ({error}); {advice} again") from error
 
 
 def is_json_array(file: Path) -> bool:
@@ -87,13 +87,13 @@ def line_number(file: Path, position: int) -> int:
     """Return the number of the line at a position; lines are counted only for error messages."""
     if is_compressed(file):
         return position
-    number, left = 1, position
+    number, remaining_bytes = 1, position
     with file.open("rb") as handle:
-        while left > 0:
-            part = handle.read(min(left, READ_BUFFER_BYTES))
+        while remaining_bytes > 0:
+            part = handle.read(min(remaining_bytes, READ_BUFFER_BYTES))
             if not part:
                 break
-            number, left = number + part.count(b"\n"), left - len(part)
+            number, remaining_bytes = number + part.count(b"\n"), remaining_bytes - len(part)
     return number
 
 
@@ -158,11 +158,11 @@ class _ObjectHook:
         self.duplicate_keys: list[str] = []
 
     def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             names = [name for name, _ in pairs]
             self.duplicate_keys.append(next(name for name in names if names.count(name) > 1))
-        return made
+        return result
 
     def refuse_duplicate_keys(self, value: Any) -> Any:
         """Return a value, or a WrongRecord in its place if an object in it had a key twice."""
@@ -183,10 +183,10 @@ def _parse_json_line(line: bytes) -> Any:
             return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
         return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
     except json.JSONDecodeError as error:
-        shown = line[:60].decode("utf-8", "replace").strip()
-        why = error.msg.removesuffix(" at")  # "Invalid control character at"
+        start = line[:60].decode("utf-8", "replace").strip()
+        reason = error.msg.removesuffix(" at")  # "Invalid control character at"
         return WrongRecord(
-            f"not JSON ({why} at column {error.colno}): {shown!r}; expected one JSON object per "
+            f"not JSON ({reason} at column {error.colno}): {start!r}; expected one JSON object per "
             "line, or one array of objects"
         )
     except ValueError as error:  # a number of thousands of digits
@@ -206,17 +206,17 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
     """
     objects, number, position, is_end = _ObjectHook(), 1, 1, False
     decoder = json.JSONDecoder(object_pairs_hook=objects)
-    where = f"{file}, element"
+    location = f"{file}, element"
     with open_bytes(file) as handle, io.TextIOWrapper(handle, encoding="utf-8-sig") as text_file:
         try:
             text = text_file.read(READ_BUFFER_BYTES).lstrip()
             while True:
                 position = _ELEMENT_SEPARATOR.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
                 if text.startswith("]", position):
-                    after = text[position + 1 :]
-                    while not after.strip() and (more := text_file.read(READ_BUFFER_BYTES)):
-                        after = more
-                    if after.strip():
+                    remainder = text[position + 1 :]
+                    while not remainder.strip() and (chunk := text_file.read(READ_BUFFER_BYTES)):
+                        remainder = chunk
+                    if remainder.strip():
                         raise DataError(
                             f"{file}: there is more after the array that it begins with; expected"
                             " one array of objects, or one object per line"
@@ -230,24 +230,24 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
                         raise
                     if len(text) - position > MAX_LINE_BYTES:
                         raise DataError(
-                            f"{where} {number}: {_LONG_LINE_PROBLEM}; write it as several"
+                            f"{location} {number}: {_LONG_LINE_PROBLEM}; write it as several"
                         ) from None
-                    more = text_file.read(max(READ_BUFFER_BYTES, len(text) - position))
-                    text, position, is_end = text[position:] + more, 0, not more
+                    chunk = text_file.read(max(READ_BUFFER_BYTES, len(text) - position))
+                    text, position, is_end = text[position:] + chunk, 0, not chunk
                     continue
                 yield number, objects.refuse_duplicate_keys(value)
                 number += 1
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} {number} of the array: {error}") from error
+            raise DataError(f"{location} {number} of the array: {error}") from error
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{where} {number} of the array: not JSON ({error.msg.removesuffix(' at')}); "
+                f"{location} {number} of the array: not JSON ({error.msg.removesuffix(' at')}); "
                 "expected an array of objects, or one object per line"
             ) from error
         except ValueError as error:
-            raise DataError(f"{where} {number}: cannot be read ({error})") from error
+            raise DataError(f"{location} {number}: cannot be read ({error})") from error
         except RecursionError:
-            raise DataError(f"{where} {number}: nested too deeply") from None
+            raise DataError(f"{location} {number}: nested too deeply") from None
 
 
 def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, Text]]:
@@ -269,25 +269,25 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
     with open_bytes(file) as handle:
         position, data = 0, _read_whole_lines(file, handle, piece_bytes)
         while data:
-            following = _read_whole_lines(file, handle, piece_bytes)
-            yield position, _make_text(file, data, position == 0, not following)
-            position, data = position + len(data), following
+            next_data = _read_whole_lines(file, handle, piece_bytes)
+            yield position, _make_text(file, data, position == 0, not next_data)
+            position, data = position + len(data), next_data
 
 
 def _read_whole_lines(file: Path, handle: BinaryIO, num_bytes: int) -> bytes:
     """Return whole lines of about ``num_bytes``."""
-    data, rest = handle.read(num_bytes), handle.readline(MAX_LINE_BYTES + 1)
-    if len(rest) > MAX_LINE_BYTES:
+    data, line_end = handle.read(num_bytes), handle.readline(MAX_LINE_BYTES + 1)
+    if len(line_end) > MAX_LINE_BYTES:
         raise DataError(f"{file}: {_LONG_LINE_PROBLEM}; break its lines")
-    return data + rest
+    return data + line_end
 
 
 def _make_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
     try:
-        decoded = data.removeprefix(BOM if begins else b"").decode("utf-8")
+        text = data.removeprefix(BOM if begins else b"").decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text ({error}); convert it to UTF-8") from error
-    return Text(decoded.replace("\r\n", "\n"), begins=begins, ends=ends)
+    return Text(text.replace("\r\n", "\n"), begins=begins, ends=ends)
 
 
 # -- Tables (Parquet, Arrow and CSV) as rows; one batch of rows is held at a time, of up to
@@ -359,12 +359,12 @@ def split_arrow_batches(file: Path, num_bytes: int) -> list[int]:
     Raises:
         DataError: if it is not an Arrow file or stream.
     """
-    cuts, filled, number = [0], 0, 0
+    cuts, part_bytes, number = [0], 0, 0
     for number, batch in enumerate(_read_batches(file), 1):
-        filled += _batch_bytes(batch)
-        if filled >= num_bytes:
+        part_bytes += _batch_bytes(batch)
+        if part_bytes >= num_bytes:
             cuts.append(number)
-            filled = 0
+            part_bytes = 0
     return cuts if cuts[-1] == number else [*cuts, number]
 
 
@@ -386,17 +386,17 @@ def read_arrow(
     Raises:
         DataError: for a damaged file, or columns that cannot be used.
     """
-    num_rows_before, wanted = 0, []
+    num_rows_before, batches = 0, []
     for number, batch in enumerate(_read_batches(file)):
         if number >= stop:
             break
         if number >= start:
-            wanted.append(batch)
+            batches.append(batch)
         else:
             num_rows_before += batch.num_rows
-    if wanted:
-        columns = choose_columns(file, wanted[0].schema.names, reading, findings)
-        yield from _read_rows(file, _slice_batches(wanted, columns), num_rows_before)
+    if batches:
+        columns = choose_columns(file, batches[0].schema.names, reading, findings)
+        yield from _read_rows(file, _slice_batches(batches, columns), num_rows_before)
 
 
 def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> NumberedRows:
@@ -411,47 +411,47 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Number
     import pyarrow
     from pyarrow import csv
 
-    ragged: list[Any] = []
+    ragged_rows: list[Any] = []
 
     def skip(row: Any) -> str:
-        ragged.append(row)
+        ragged_rows.append(row)
         return "skip"
 
-    read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
-    parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
-    what = f"{file} cannot be read as CSV (with rows of at most {CSV_BLOCK_BYTES >> 20} MiB)"
+    read_options = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    parse_options = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    problem = f"{file} cannot be read as CSV (with rows of at most {CSV_BLOCK_BYTES >> 20} MiB)"
     with (
         open_bytes(file) as handle,
-        _raise_as_data_error(what),
-        csv.open_csv(handle, read, parse) as head,
+        _raise_as_data_error(problem),
+        csv.open_csv(handle, read_options, parse_options) as reader,
     ):
-        names = head.schema.names
-    ragged.clear()
-    if len(names) == 1 and (found := next((mark for mark in ";\t|" if mark in names[0]), "")):
+        names = reader.schema.names
+    ragged_rows.clear()
+    if len(names) == 1 and (sep := next((mark for mark in ";\t|" if mark in names[0]), "")):
         raise DataError(
-            f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
+            f"{file} begins with the names {names[0]!r}: separated by {sep!r}, expected commas"
         )
     columns = choose_columns(file, names, reading, findings)
     marks = (
         (*_NUMERIC_COLUMNS, *PREFERENCE_FIELDS) if reading.form == "answers" else _NUMERIC_COLUMNS
     )
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
-    convert = csv.ConvertOptions(
+    convert_options = csv.ConvertOptions(
         include_columns=columns,
         # As bytes: a row that is not UTF-8 is then only one wrong row, and reading continues.
         column_types={c: pyarrow.binary() for c, field in fields.items() if field not in marks},
         strings_can_be_null=False,
     )
     with open_bytes(file) as handle:
-        with _raise_as_data_error(what):
-            batches = csv.open_csv(handle, read, parse, convert)
+        with _raise_as_data_error(problem):
+            batches = csv.open_csv(handle, read_options, parse_options, convert_options)
         shift = 0
         for number, row in _read_rows(file, _slice_batches(batches, columns), 0):
-            while ragged and ragged[0].number - _CSV_HEADER_ROWS <= number + shift:
-                yield _make_ragged_row_error(ragged.pop(0))
+            while ragged_rows and ragged_rows[0].number - _CSV_HEADER_ROWS <= number + shift:
+                yield _make_ragged_row_error(ragged_rows.pop(0))
                 shift += 1
             yield number + shift, row
-        yield from map(_make_ragged_row_error, ragged)
+        yield from map(_make_ragged_row_error, ragged_rows)
 
 
 def _make_ragged_row_error(row: Any) -> tuple[int, WrongRecord]:
@@ -463,16 +463,16 @@ def _make_ragged_row_error(row: Any) -> tuple[int, WrongRecord]:
 
 def _slice_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
     for batch in batches:
-        for at in range(0, batch.num_rows, BATCH_ROWS):
-            yield from _split_large_batch(batch.slice(at, BATCH_ROWS).select(columns))
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            yield from _split_large_batch(batch.slice(start, BATCH_ROWS).select(columns))
 
 
 def _split_large_batch(batch: Any) -> Iterator[Any]:
     """Yield a batch in parts of ``BATCH_BYTES`` at most, or of one row."""
     halves = [batch.slice(0, batch.num_rows // 2), batch.slice(batch.num_rows // 2)]
     num_bytes = _batch_bytes(batch)
-    shares = sum(map(_batch_bytes, halves)) > 1.5 * num_bytes  # a dictionary's values
-    if num_bytes <= BATCH_BYTES or batch.num_rows < 2 or shares:
+    has_shared_values = sum(map(_batch_bytes, halves)) > 1.5 * num_bytes  # a dictionary's values
+    if num_bytes <= BATCH_BYTES or batch.num_rows < 2 or has_shared_values:
         yield batch
         return
     for half in halves:
@@ -484,15 +484,15 @@ def _read_batches(file: Path) -> Iterator[Any]:
 
     with (
         _raise_as_data_error(f"{file} cannot be read as Arrow data"),
-        pyarrow.memory_map(str(file)) as mapped,
+        pyarrow.memory_map(str(file)) as mapped_file,
     ):
-        is_stream = mapped.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
-        mapped.seek(0)
+        is_stream = mapped_file.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
+        mapped_file.seek(0)
         if is_stream:
-            source = pyarrow.ipc.open_stream(mapped)
+            source = pyarrow.ipc.open_stream(mapped_file)
             batches = iter(source)
         else:
-            source = pyarrow.ipc.open_file(mapped)
+            source = pyarrow.ipc.open_file(mapped_file)
             batches = (source.get_batch(n) for n in range(source.num_record_batches))
         for batch in batches:
             batch.validate()  # else damaged offsets would be followed anywhere in memory
@@ -501,7 +501,7 @@ def _read_batches(file: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _raise_as_data_error(what: str) -> Iterator[None]:
+def _raise_as_data_error(problem: str) -> Iterator[None]:
     """Turn what pyarrow raises for a damaged file into a DataError.
 
     If a callback from pyarrow fails, as at a ragged row that is not UTF-8, pyarrow itself raises
@@ -509,14 +509,14 @@ def _raise_as_data_error(what: str) -> Iterator[None]:
     """
     import pyarrow
 
-    known = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
-    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    errors = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
+    old_hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
-    except known as error:
-        raise DataError(f"{what}: {error}; write it again") from error
+    except errors as error:
+        raise DataError(f"{problem}: {error}; write it again") from error
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = old_hook
 
 
 def _read_rows(file: Path, batches: Iterator[Any], num_rows_before: int) -> NumberedRows:
@@ -545,7 +545,7 @@ def _convert_rows(batch: Any) -> list[Any]:
     except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
         if batch.num_rows == 1:
             return [WrongRecord(f"cannot be read ({error})")]
-    return [row for at in range(batch.num_rows) for row in _convert_rows(batch.slice(at, 1))]
+    return [row for index in range(batch.num_rows) for row in _convert_rows(batch.slice(index, 1))]
 
 
 def _clean_row(row: dict[str, Any]) -> Any:

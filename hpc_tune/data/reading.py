@@ -101,13 +101,13 @@ def choose_columns(
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
         raise DataError(_explain_missing_columns(str(file), missing, names))
-    chosen = [name for name in names if name in reading.known_fields or name in columns]
-    if not chosen:
+    chosen_columns = [name for name in names if name in reading.known_fields or name in columns]
+    if not chosen_columns:
         raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS_TEXT}")
-    if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
-        raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
-    findings.note_columns(columns, (name for name in names if name not in chosen))
-    return chosen
+    if duplicates := sorted({name for name in chosen_columns if chosen_columns.count(name) > 1}):
+        raise DataError(f"{file} has the column {duplicates[0]} twice; give each a name of its own")
+    findings.note_columns(columns, (name for name in names if name not in chosen_columns))
+    return chosen_columns
 
 
 def require_columns(source: str, reading: ReadOptions, findings: ReadFindings) -> None:
@@ -122,9 +122,9 @@ def require_columns(source: str, reading: ReadOptions, findings: ReadFindings) -
         )
 
 
-def _explain_missing_columns(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
+def _explain_missing_columns(source: str, missing: Sequence[str], names: Sequence[str]) -> str:
     return (
-        f"data.columns names {', '.join(missing)}, but {where} has the columns "
+        f"data.columns names {', '.join(missing)}, but {source} has the columns "
         f"{', '.join(sorted(names)) or '(none)'}"
     )
 
@@ -154,8 +154,8 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
         return None
     except WrongRecord as error:
         notes = [f"{old} is read as {new}" for old, new in names.items()]
-        if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
-            notes.append(f"further columns: {', '.join(others)}")
+        if isinstance(row, dict) and (other_columns := sorted(set(findings.unread) - row.keys())):
+            notes.append(f"further columns: {', '.join(other_columns)}")
         raise WrongRecord(f"{error} ({', '.join(notes)})" if notes else str(error)) from error
     return example if _is_in_requested_split(example, reading, findings) else None
 
@@ -165,38 +165,42 @@ def _rename_fields(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row with its fields under the names they are read as, and the renamed {old: new}."""
     names = {old: new for old, new in reading.columns if old in row}
-    kept = dict(row)
+    kept_fields = dict(row)
     if reading.columns:
-        wanted = {new for _, new in reading.columns}
-        forms = [form for form in FORMS if wanted.intersection(form.own_fields)]
-        others = {name for form in FORMS if forms and form not in forms for name in form.own_fields}
-        groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
-        is_said = reading.form == "answers" and bool(forms)  # data.columns says what is learned
-        others.update(*(g for g in groups if is_said or wanted.intersection(g)))
-        kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
-    renamed = {**kept, **{new: row[old] for old, new in names.items()}}
-    is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed))
-    if not is_pair and (further := _find_known_renames(renamed)):
-        # A field without a value may have the name that another one is read under.
-        taken = {new for old, new in further.items() if old != new}
-        renamed = {
-            further.get(name, name): value
-            for name, value in renamed.items()
-            if name in further or name not in taken
+        target_names = {new for _, new in reading.columns}
+        forms = [form for form in FORMS if target_names.intersection(form.own_fields)]
+        other_fields = {
+            name for form in FORMS if forms and form not in forms for name in form.own_fields
         }
-        names = {old: further.get(new, new) for old, new in names.items()}
-        names |= {old: new for old, new in further.items() if old in kept}
-    form = next((form for form in FORMS if renamed.get(form.needs[0]) is not None), None)
-    of_form = {*form.own_fields, *form.shared_fields} if form else set()
-    of_form.discard("response")  # it is read only under another name
+        groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
+        is_form_set = reading.form == "answers" and bool(forms)  # data.columns says what is learned
+        other_fields.update(*(g for g in groups if is_form_set or target_names.intersection(g)))
+        kept_fields = {
+            k: v for k, v in row.items() if k not in names and k not in other_fields | target_names
+        }
+    renamed_row = {**kept_fields, **{new: row[old] for old, new in names.items()}}
+    is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed_row))
+    if not is_pair and (known_renames := _find_known_renames(renamed_row)):
+        # A field without a value may have the name that another one is read under.
+        taken_names = {new for old, new in known_renames.items() if old != new}
+        renamed_row = {
+            known_renames.get(name, name): value
+            for name, value in renamed_row.items()
+            if name in known_renames or name not in taken_names
+        }
+        names = {old: known_renames.get(new, new) for old, new in names.items()}
+        names |= {old: new for old, new in known_renames.items() if old in kept_fields}
+    form = next((form for form in FORMS if renamed_row.get(form.needs[0]) is not None), None)
+    form_fields = {*form.own_fields, *form.shared_fields} if form else set()
+    form_fields.discard("response")  # it is read only under another name
     if reading.form != "answers":
-        of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
-    read = of_form.intersection(kept) | names.keys()
+        form_fields = {*PAIR_FIELDS} if is_pair else {*form_fields, *LABEL_FIELDS}
+    read_fields = form_fields.intersection(kept_fields) | names.keys()
     findings.read_as |= names
     findings.note_columns(
-        read, (name for name in row if name not in read and row[name] is not None)
+        read_fields, (name for name in row if name not in read_fields and row[name] is not None)
     )
-    return renamed, names
+    return renamed_row, names
 
 
 def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
@@ -205,19 +209,23 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     Raises:
         WrongRecord: if either of two fields could be meant.
     """
-    has = [name for name, value in row.items() if value is not None]
-    system = {"system_prompt": "system"} if "system_prompt" in has and "system" not in has else {}
-    if any(name in has for name in CHAT_FIELDS):
+    field_names = [name for name, value in row.items() if value is not None]
+    system = (
+        {"system_prompt": "system"}
+        if "system_prompt" in field_names and "system" not in field_names
+        else {}
+    )
+    if any(name in field_names for name in CHAT_FIELDS):
         return system
-    if "text" in has:
+    if "text" in field_names:
         return {}
-    questions = [name for name in _QUESTION_FIELDS if name in has]
-    answers = [name for name in _ANSWER_FIELDS if name in has]
+    questions = [name for name in _QUESTION_FIELDS if name in field_names]
+    answers = [name for name in _ANSWER_FIELDS if name in field_names]
     if not questions or not answers:
         return {}
     pairs = {form.needs[0]: form.needs[1] for form in FORMS if len(form.needs) > 1}
     names: dict[str, str] = {}
-    question = next((q for q, a in pairs.items() if q in has and a in has), None)
+    question = next((q for q, a in pairs.items() if q in field_names and a in field_names), None)
     if question is None:
         for several in (questions, answers):
             if len(several) > 1:
@@ -227,10 +235,10 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
                 )
         # ms-swift's query and response have a history, as alpaca's instruction and output do.
         is_swift = [*questions, *answers] == ["query", "response"] and bool(row.get("history"))
-        is_alpaca = questions == ["instruction"] or "context" in has or is_swift
+        is_alpaca = questions == ["instruction"] or "context" in field_names or is_swift
         question = "instruction" if is_alpaca else "prompt"
         names = {questions[0]: question, answers[0]: pairs[question]}
-    if "context" in has and "input" not in has and question == "instruction":
+    if "context" in field_names and "input" not in field_names and question == "instruction":
         names["context"] = "input"
     return {old: new for old, new in (names | system).items() if old != new}
 

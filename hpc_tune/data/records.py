@@ -78,8 +78,8 @@ class Completion:
         """Return the prompt, its history and the answer as a chat."""
         messages = self.messages()
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        earlier = () if self.plain_answers else answers[:-1]
-        return Chat(messages, tools, frozenset(earlier), self.weight)
+        unlearned = () if self.plain_answers else answers[:-1]
+        return Chat(messages, tools, frozenset(unlearned), self.weight)
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ def to_example(record: Any) -> Example:
     require_object(record)
     _refuse_preferences(record)
     record = _unpack_chats(record)
-    given = {
+    fields = {
         name: value
         for name, value in record.items()
         if value is not None and (name, value) not in _BLANK_FIELDS
     }
-    if forms := [form for form in FORMS if form.needs[0] in given]:
-        form = next((form for form in forms if given[form.needs[0]] != []), forms[0])
+    if forms := [form for form in FORMS if form.needs[0] in fields]:
+        form = next((form for form in forms if fields[form.needs[0]] != []), forms[0])
         return _apply_loss_marks(form.read(record), record)
     raise WrongRecord(
         f"found {format_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS_TEXT}"
@@ -133,9 +133,11 @@ def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
     with the assistant.
     """
     record = unpack_chats(record, CHAT_FIELDS)
-    both = unpack_chats(record, ("prompt", "completion"))
-    are_messages = is_chat(both.get("prompt")) or _role_at(both.get("completion"), 0) == "assistant"
-    return both if are_messages else record
+    unpacked = unpack_chats(record, ("prompt", "completion"))
+    are_messages = (
+        is_chat(unpacked.get("prompt")) or _role_at(unpacked.get("completion"), 0) == "assistant"
+    )
+    return unpacked if are_messages else record
 
 
 def _advise_on_form(record: dict[str, Any]) -> str:
@@ -192,17 +194,17 @@ def _advise_columns(record: dict[str, Any]) -> str:
     """Return the data.columns with which the better answer of a preference row is learned."""
     answers = ("chosen", "output", "completion", "response")
     record = unpack_chats(record, (*CHAT_FIELDS, *answers))
-    has = [name for name, value in record.items() if not is_unset(value)]
-    whole = next((name for name in CHAT_FIELDS if name in has), None)
-    answer = next((name for name in answers if name in has), "ANSWER")
-    if whole is not None and _role_at(record[whole], -1) == "assistant":
-        return f"{whole}: {whole}"
+    field_names = [name for name, value in record.items() if not is_unset(value)]
+    chat_field = next((name for name in CHAT_FIELDS if name in field_names), None)
+    answer = next((name for name in answers if name in field_names), "ANSWER")
+    if chat_field is not None and _role_at(record[chat_field], -1) == "assistant":
+        return f"{chat_field}: {chat_field}"
     if _role_at(record.get(answer), 0) not in ("", "assistant"):
         return f"{answer}: messages"
-    if "instruction" in has and whole is None:
+    if "instruction" in field_names and chat_field is None:
         return f"instruction: instruction, {answer}: output"
-    prompts = (whole, "prompt", "question", "query", "input")
-    if (prompt := next((name for name in prompts if name in has), None)) is None:
+    prompts = (chat_field, "prompt", "question", "query", "input")
+    if (prompt := next((name for name in prompts if name in field_names), None)) is None:
         return f"{answer}: text"
     return f"{prompt}: prompt, {answer}: completion"
 
@@ -216,34 +218,37 @@ def _role_at(messages: Any, index: int) -> str:
 
 
 def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
-    checked, unlearned, tools = [], set(), read_tools(record)
-    row, weights = read_weight(record, "the row"), {}
+    plain_messages, unlearned, tools = [], set(), read_tools(record)
+    row_weight, weights = read_weight(record, "the row"), {}
     for number, message in enumerate(messages):
         where = f"{field}: message {number + 1} ({message['role']})"
-        own = read_weight(message, where)
-        if own and message["role"] != "assistant":
+        own_weight = read_weight(message, where)
+        if own_weight and message["role"] != "assistant":
             raise WrongRecord(
                 f"{where} is marked to be learned, but only the assistant's are, or all text with "
                 "data.loss_on=all: remove the mark"
             )
-        if message["role"] == "assistant" and (row if own is None else own) == 0:
+        if (
+            message["role"] == "assistant"
+            and (row_weight if own_weight is None else own_weight) == 0
+        ):
             unlearned.add(number)
-        elif own is not None and own not in (0, 1):
-            weights[number] = own * (row or 1.0)
+        elif own_weight is not None and own_weight not in (0, 1):
+            weights[number] = own_weight * (row_weight or 1.0)
         # Templates check whether a key exists, and other rows may have given it to this one.
-        plain = {
+        plain_message = {
             key: value
             for key, value in message.items()
             if key == "content" or not (key in (*MARK_FIELDS, *_CALL_KEYS) or is_unset(value))
         }
-        if "content" in plain:
-            plain["content"] = _read_content(plain["content"], where)
+        if "content" in plain_message:
+            plain_message["content"] = _read_content(plain_message["content"], where)
         if calls := read_tool_calls(message, tools, where):
-            plain["tool_calls"] = calls
-        if plain["role"] == "function":  # OpenAI's older name
-            plain["role"] = "tool"
-        checked.append(plain)
-    return Chat(checked, tools, frozenset(unlearned), row or 1.0, weights)
+            plain_message["tool_calls"] = calls
+        if plain_message["role"] == "function":  # OpenAI's older name
+            plain_message["role"] = "tool"
+        plain_messages.append(plain_message)
+    return Chat(plain_messages, tools, frozenset(unlearned), row_weight or 1.0, weights)
 
 
 def _read_content(content: Any, where: str) -> str | None:
@@ -345,10 +350,10 @@ def _convert_sharegpt_turn(turn: Any, number: int, field: str) -> dict[str, Any]
             f"{field}: turn {number} is {format_value(turn)}, expected from (one of"
             f" {', '.join(ROLES)}) and value (text)"
         )
-    named = ("from", "value", "role", "content")
-    others = {key: value for key, value in turn.items() if key not in named}
+    known_keys = ("from", "value", "role", "content")
+    other_fields = {key: value for key, value in turn.items() if key not in known_keys}
     role = turn["from"] if turn["from"] in _CALL_ROLES else role
-    return {"role": role, "content": turn["value"], **others}
+    return {"role": role, "content": turn["value"], **other_fields}
 
 
 def _merge_tool_calls(turns: list[Any], field: str) -> list[Any]:
@@ -357,18 +362,18 @@ def _merge_tool_calls(turns: list[Any], field: str) -> list[Any]:
     Consecutive calls, or calls after the assistant's text, become one turn, as in ms-swift and NeMo
     AutoModel: nobody answers between them. Turns whose further keys (marks) differ stay apart.
     """
-    found: list[Any] = []
+    messages: list[Any] = []
     for number, turn in enumerate(turns, 1):
         message = _convert_tool_turn(turn, number, field)
-        last = found[-1] if found else None
+        last = messages[-1] if messages else None
         is_call = isinstance(turn, dict) and turn.get("role") in _CALL_ROLES and message is not turn
         if is_call and isinstance(last, dict) and last.get("role") == "assistant":
             calls = last.get("tool_calls") or []
             if _extra_fields(last) == _extra_fields(message) and isinstance(calls, list):
-                found[-1] = {**last, "tool_calls": [*calls, *message["tool_calls"]]}
+                messages[-1] = {**last, "tool_calls": [*calls, *message["tool_calls"]]}
                 continue
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def _extra_fields(message: dict[str, Any]) -> dict[str, Any]:
@@ -391,7 +396,7 @@ def _convert_tool_turn(message: Any, number: int, field: str) -> Any:
 def _read_alpaca(record: dict[str, Any]) -> Completion:
     instruction = _required_string(record, "instruction")
     output = _required_string(record, "output")
-    given = _optional_string(record, "input")
+    input_text = _optional_string(record, "input")
     plain = "Carry out the task that follows.\n\n"
     history, answers = _read_history(parse_json_text(record.get("history"), "history", [])), []
     for question, answer in history:
@@ -399,10 +404,10 @@ def _read_alpaca(record: dict[str, Any]) -> Completion:
         answers.append((len(plain), len(plain) + len(answer)))
         plain += f"{answer}\n\n"
     plain += f"### Instruction:\n{instruction}\n\n"
-    if given:
-        plain += f"### Input:\n{given}\n\n"
+    if input_text:
+        plain += f"### Input:\n{input_text}\n\n"
     return Completion(
-        prompt=f"{instruction}\n\n{given}" if given else instruction,
+        prompt=f"{instruction}\n\n{input_text}" if input_text else instruction,
         completion=output,
         plain_prompt=f"{plain}### Response:\n",
         system=_optional_string(record, "system"),
@@ -428,9 +433,9 @@ def _read_completion(record: dict[str, Any]) -> Example:
     if isinstance(prompt, list | dict) or isinstance(answer, list | dict):
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt, answer = _read_messages(prompt, "prompt"), _read_messages(answer, "completion")
-        asked = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
+        unlearned_prompt = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
         field = "prompt and completion"
-        return _make_chat(_prepend_system(asked + answer, field, record), field, record)
+        return _make_chat(_prepend_system(unlearned_prompt + answer, field, record), field, record)
     text, completion = _required_string(record, "prompt"), _required_string(record, "completion")
     return Completion(
         text, completion, plain_prompt=text, system=_optional_string(record, "system")

@@ -93,8 +93,8 @@ def show_documents(
         DataError: for raw data that cannot be used, with file and line.
     """
     decoder, reading = DocumentDecoder(tokenizer, style), settings.reading
-    found = None if is_builtin(join_paths(paths)) else find_files(paths)
-    notes = [*describe_unread_files(found, tokenizer_name(tokenizer))] if found else []
+    found_files = None if is_builtin(join_paths(paths)) else find_files(paths)
+    notes = [*describe_unread_files(found_files, tokenizer_name(tokenizer))] if found_files else []
     yield (
         f"{join_paths(paths)}, as the model with the tokenizer {tokenizer_name(tokenizer)} gets "
         f"it: data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
@@ -110,16 +110,16 @@ def show_documents(
         if num_shown >= num_rows and is_enough:
             is_all = False
             break
-        before = asdict(counters)
+        counts_before = asdict(counters)
         blocks = list(encoder.encode([example]))
         counters.unmatched = 0
         num_read += 1
         if num_shown < num_rows:
-            remarks = _subtract_counts(before, counters).remarks()
+            remarks = _subtract_counts(counts_before, counters).remarks()
             documents = [document for block in blocks for document in _read_documents(block)]
-            kept = documents[: num_rows - num_shown]
-            yield from _describe_row(label, kept, len(documents), remarks, decoder)
-            num_shown += max(len(kept), 1)
+            shown_documents = documents[: num_rows - num_shown]
+            yield from _describe_row(label, shown_documents, len(documents), remarks, decoder)
+            num_shown += max(len(shown_documents), 1)
     yield ""
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
     if is_all:
@@ -179,39 +179,41 @@ class DocumentDecoder:
     def __init__(self, tokenizer: FastTokenizer, style: TextStyle) -> None:
         """Take the tokenizer that the documents were made with."""
         self._backend, self._style = tokenizer.backend_tokenizer, style
-        added = self._backend.get_added_tokens_decoder()
-        self._special = {number: token.content for number, token in added.items() if token.special}
+        added_tokens = self._backend.get_added_tokens_decoder()
+        self._special = {
+            number: token.content for number, token in added_tokens.items() if token.special
+        }
         self._typed_token_pattern = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = style.paint("learned", style.learned)
 
     def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
         """Return a document as text, from its token ``first`` on."""
         ids, parts = tokens.tolist(), []
-        for is_learned, run in groupby(range(first, len(ids)), lambda at: bool(mask[at])):
+        for is_learned, run in groupby(range(first, len(ids)), lambda index: bool(mask[index])):
             text = "".join(
                 self._special_text(ids, [*positions])
                 if is_special
                 else self._decode_plain_text(ids, [*positions])
-                for is_special, positions in groupby(run, lambda at: ids[at] in self._special)
+                for is_special, positions in groupby(run, lambda index: ids[index] in self._special)
             )
             parts.append(self._style.paint(text, self._style.learned) if is_learned else text)
         return "".join(parts)
 
     def _special_text(self, ids: Sequence[int], positions: Sequence[int]) -> str:
-        text = "".join(self._special[ids[at]] for at in positions)
+        text = "".join(self._special[ids[index]] for index in positions)
         return self._style.paint(text, self._style.special)
 
     def _decode_plain_text(self, ids: Sequence[int], positions: Sequence[int]) -> str:
         """Decode a run of tokens together with the one before it: alone, some lose a space."""
         start, stop = positions[0], positions[-1] + 1
         first = max(start - 1, 0)
-        before = self._backend.decode(ids[first:start], skip_special_tokens=False)
-        whole = self._backend.decode(ids[first:stop], skip_special_tokens=False)
+        prefix = self._backend.decode(ids[first:start], skip_special_tokens=False)
+        full_text = self._backend.decode(ids[first:stop], skip_special_tokens=False)
         # Else the one before it ends in half a character.
-        alone = None if whole.startswith(before) else [ids[at] for at in positions]
-        text = whole[len(before) :] if alone is None else self._backend.decode(alone)
+        own_ids = None if full_text.startswith(prefix) else [ids[index] for index in positions]
+        text = full_text[len(prefix) :] if own_ids is None else self._backend.decode(own_ids)
         text = self._typed_token_pattern.sub(r"\\\g<0>", text)
-        return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)
+        return _CONTROL_CHARACTERS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def _describe_row(
@@ -244,11 +246,11 @@ def _describe_row(
 
 def _describe_weights(mask: np.ndarray) -> str:
     """Return the weights of learned tokens in words; empty if there are none."""
-    learned = mask[mask > 0]
-    if mask.dtype != np.float32 or not len(learned):
+    weights = mask[mask > 0]
+    if mask.dtype != np.float32 or not len(weights):
         return ""
-    least, most = learned.min(), learned.max()
-    return f" with weight {least:g}" + (f" to {most:g}" if most > least else "")
+    lowest, highest = weights.min(), weights.max()
+    return f" with weight {lowest:g}" + (f" to {highest:g}" if highest > lowest else "")
 
 
 def _read_documents(block: Block) -> Iterator[ShownDocument]:
@@ -278,12 +280,14 @@ def _read_examples(
             yield f"{Path(file).name}, row {number}" if has_many else f"row {number}", example
 
 
-def _subtract_counts(before: dict[str, Any], counters: Counters) -> Counters:
+def _subtract_counts(counts_before: dict[str, Any], counters: Counters) -> Counters:
     new: dict[str, Any] = {}
-    for name, now in asdict(counters).items():
-        if isinstance(now, dict):
-            differences = {key: count - before[name].get(key, 0) for key, count in now.items()}
+    for name, value in asdict(counters).items():
+        if isinstance(value, dict):
+            differences = {
+                key: count - counts_before[name].get(key, 0) for key, count in value.items()
+            }
             new[name] = {key: count for key, count in differences.items() if count}
         else:
-            new[name] = now - before[name]
+            new[name] = value - counts_before[name]
     return Counters(**new)

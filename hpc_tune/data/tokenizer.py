@@ -113,10 +113,10 @@ class ChatTemplates:
 
     def __init__(self, chat_template: Any) -> None:
         """Take what a tokenizer has: the text of a template, a dict of several, or nothing."""
-        several = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
+        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
         self._named = {
-            name: (fixed := fix_date(template), mark_generation_blocks(fixed))
-            for name, template in several.items()
+            name: (fixed_template := fix_date(template), mark_generation_blocks(fixed_template))
+            for name, template in templates.items()
             if template
         }
 
@@ -142,16 +142,16 @@ class ChatTemplates:
 def fix_date(template: str) -> str:
     """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
     fixed = _LITERAL_DATE_CALL.sub(
-        lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template
+        lambda match: repr(TEMPLATE_DATE.strftime(match["format"])), template
     )
     if not _DATE_CALL.search(fixed):
         return fixed
     # The format is computed by the template itself.
-    formatted = "(format | string)"
+    expression = "(format | string)"
     for directive in _DIRECTIVES:
-        formatted += f" | replace('{directive}', '{TEMPLATE_DATE.strftime(directive)}')"
+        expression += f" | replace('{directive}', '{TEMPLATE_DATE.strftime(directive)}')"
     # After {{ '' }}, Jinja keeps a newline at the beginning of the template.
-    return f"{{% macro {_NOW}(format) %}}{{{{ {formatted} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
+    return f"{{% macro {_NOW}(format) %}}{{{{ {expression} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
 
 
 def find_template_date(tokenizer: FastTokenizer) -> str:

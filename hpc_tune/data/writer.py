@@ -70,14 +70,14 @@ def verify_content(store: TokenStore) -> None:
         DataError: if a byte has changed since.
     """
     columns = [store.offsets[1:], store.tokens, store.loss_mask]
-    further = store.borders, store.labels, store.loss_weights
-    columns += [column for column in further if column is not None]
+    optional_columns = store.borders, store.labels, store.loss_weights
+    columns += [column for column in optional_columns if column is not None]
     with ThreadPoolExecutor(len(columns)) as pool:
         hashes = [*pool.map(_hash_column, columns)]
     content, expected = combine_hashes(hashes, store.labels is not None), store.attributes.content
     if content != expected:
-        hashes_differ = f"hash {content[:12]}, expected {expected[:12]}"
-        problem = f"documents are not as `prepare` wrote them ({hashes_differ})"
+        hashes_text = f"hash {content[:12]}, expected {expected[:12]}"
+        problem = f"documents are not as `prepare` wrote them ({hashes_text})"
     elif not _are_lengths_consistent(store):
         problem = "order of the documents by length is not as `prepare` wrote it"
     else:
@@ -100,22 +100,22 @@ def verify_content_once(store: TokenStore, record_file: Path, is_new: bool = Fal
     status, name = store.path.stat(), str(store.path.resolve())
     times = status.st_mtime_ns, status.st_ctime_ns
     stamp = [store.attributes.content, status.st_size, *times]
-    verified = read_json_object(record_file)
-    if verified.get(name) == stamp:
+    stamps = read_json_object(record_file)
+    if stamps.get(name) == stamp:
         return
     if not is_new:
         if status.st_size > _MIN_LOGGED_BYTES:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify_content(store)
     with contextlib.suppress(OSError):  # then the next start verifies it again
-        write_file(record_file, json.dumps({**verified, name: stamp}))
+        write_file(record_file, json.dumps({**stamps, name: stamp}))
 
 
 def _hash_column(values: Column) -> Any:
-    hashed = make_hash()
-    for at in range(0, len(values), _PIECE_ELEMENTS):
-        hashed.update(values[at : at + _PIECE_ELEMENTS])
-    return hashed
+    hasher = make_hash()
+    for start in range(0, len(values), _PIECE_ELEMENTS):
+        hasher.update(values[start : start + _PIECE_ELEMENTS])
+    return hasher
 
 
 def _are_lengths_consistent(store: TokenStore) -> bool:
@@ -125,24 +125,24 @@ def _are_lengths_consistent(store: TokenStore) -> bool:
     """
     values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
     all_lengths = np.empty(store.num_documents, dtype=np.uint32)
-    for at in range(0, store.num_documents, _PIECE_DOCUMENTS):
-        piece = store.packed_lengths(at, min(at + _PIECE_DOCUMENTS, store.num_documents))
-        all_lengths[at : at + len(piece)] = piece
+    for start in range(0, store.num_documents, _PIECE_DOCUMENTS):
+        piece = store.packed_lengths(start, min(start + _PIECE_DOCUMENTS, store.num_documents))
+        all_lengths[start : start + len(piece)] = piece
     last = np.full((2, 1), -1)
-    for at in range(0, store.num_documents, _PIECE_DOCUMENTS):
-        numbers = store.documents_by_length[at : at + _PIECE_DOCUMENTS].astype(np.int64)
+    for start in range(0, store.num_documents, _PIECE_DOCUMENTS):
+        numbers = store.documents_by_length[start : start + _PIECE_DOCUMENTS].astype(np.int64)
         if numbers.max() >= store.num_documents or numbers.min() < 0:
             return False
         lengths = all_lengths[numbers].astype(np.int64)
         columns = np.searchsorted(values, lengths).clip(max=len(values) - 1)
-        both = np.concatenate([last, [lengths, numbers]], axis=1)
-        longer, later = np.diff(both)
-        if not ((longer > 0) | ((longer == 0) & (later > 0))).all():
+        pairs = np.concatenate([last, [lengths, numbers]], axis=1)
+        length_diffs, number_diffs = np.diff(pairs)
+        if not ((length_diffs > 0) | ((length_diffs == 0) & (number_diffs > 0))).all():
             return False
         if not np.array_equal(values[columns], lengths):
             return False
         counts += np.bincount(columns, minlength=len(counts))
-        last = both[:, -1:]
+        last = pairs[:, -1:]
     return np.array_equal(counts, store.length_counts)
 
 
@@ -217,12 +217,12 @@ def _allocate_datasets(
 ) -> dict[str, tuple[int, np.dtype]]:
     """Create the HDF5 file with unwritten datasets; return where each begins, and its type."""
     num_documents = sum(histogram.values())
-    documents = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
+    number_dtype = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
     shapes = {
         "tokens": (num_tokens, token_dtype(attributes.vocab_size)),
         "loss_mask": (num_tokens, np.dtype(np.uint8)),
         "documents/offsets": (num_documents + 1, np.dtype(np.int64)),
-        "documents/by_length": (num_documents, documents),
+        "documents/by_length": (num_documents, number_dtype),
         "lengths/values": (len(histogram), np.dtype(np.int64)),
         "lengths/counts": (len(histogram), np.dtype(np.int64)),
     }
@@ -259,11 +259,11 @@ def _write_datasets(
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
     sorter = _LengthSorter(file, *extents["documents/by_length"], values, counts)
-    further = [n for names in FORM_DATASETS.values() for n in names if n in extents]
-    further += [name for name in WEIGHT_DATASETS if name in extents]
-    hashed = [*HASHED_DATASETS, *dict.fromkeys(further)]
-    hashes = {name: make_hash() for name in hashed}
-    ends = {name: extents[name][0] for name in hashed}
+    optional_names = [n for names in FORM_DATASETS.values() for n in names if n in extents]
+    optional_names += [name for name in WEIGHT_DATASETS if name in extents]
+    hashed_names = [*HASHED_DATASETS, *dict.fromkeys(optional_names)]
+    hashes = {name: make_hash() for name in hashed_names}
+    ends = {name: extents[name][0] for name in hashed_names}
 
     def append(name: str, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array, dtype=extents[name][1]).view(np.uint8).data
@@ -280,7 +280,7 @@ def _write_datasets(
         append("tokens", block.tokens)
         append("loss_mask", block.loss_mask)
         arrays = {"loss_weights": block.loss_mask, **block.arrays}
-        for name in hashed[len(HASHED_DATASETS) :]:
+        for name in hashed_names[len(HASHED_DATASETS) :]:
             append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.packed_lengths)
@@ -289,7 +289,9 @@ def _write_datasets(
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, expected {expected}"
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
-    return combine_hashes([hashes[name] for name in hashed], "documents/labels" in hashed), highest
+    return combine_hashes(
+        [hashes[name] for name in hashed_names], "documents/labels" in hashed_names
+    ), highest
 
 
 class _LengthSorter:
@@ -317,8 +319,8 @@ class _LengthSorter:
         order = np.argsort(lengths, kind="stable")
         numbers = (order + self._num_done).astype(self._dtype)
         for value, start, stop in _find_runs(lengths[order]):
-            at = self._offset + self._next_indices[value] * self._dtype.itemsize
-            _write(self._file, numbers[start:stop].view(np.uint8).data, at)
+            offset = self._offset + self._next_indices[value] * self._dtype.itemsize
+            _write(self._file, numbers[start:stop].view(np.uint8).data, offset)
             self._next_indices[value] += stop - start
         self._num_done += self._num_held
         self._held_lengths, self._num_held = [], 0
@@ -334,8 +336,8 @@ def _find_runs(sorted_values: np.ndarray) -> Iterator[tuple[int, int, int]]:
 def _write(file: int, data: memoryview, offset: int) -> None:
     """Write all bytes at ``offset``; a single call may write fewer."""
     while len(data):
-        written = os.pwrite(file, data[: 1 << 30], offset)
-        data, offset = data[written:], offset + written
+        num_written = os.pwrite(file, data[: 1 << 30], offset)
+        data, offset = data[num_written:], offset + num_written
 
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:

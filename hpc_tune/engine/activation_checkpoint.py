@@ -95,14 +95,14 @@ def checkpoint_blocks(
     """
     if recompute == "none":
         return
-    checkpointed: dict[Forward, Forward] = {}
+    wrappers: dict[Forward, Forward] = {}
     for block in blocks:
         if recompute == "selective":
             _clone_before_clipping(block)
-        plain = type(block).forward
-        if plain not in checkpointed:
-            checkpointed[plain] = _with_recompute(plain, recompute, saving_context)
-        block.forward = types.MethodType(checkpointed[plain], block)
+        class_forward = type(block).forward
+        if class_forward not in wrappers:
+            wrappers[class_forward] = _with_recompute(class_forward, recompute, saving_context)
+        block.forward = types.MethodType(wrappers[class_forward], block)
 
 
 def make_recompute_actions(
@@ -169,7 +169,7 @@ def _with_recompute(
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, _recompute_policy
         )
-    without_draws: WeakSet[nn.Module] = WeakSet()
+    blocks_without_rng: WeakSet[nn.Module] = WeakSet()
 
     def forward_with_recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a block, to be run again in the backward pass with the same random numbers, if any.
@@ -178,19 +178,19 @@ def _with_recompute(
         """
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        more = {**options, **kwargs}
+        all_kwargs = {**options, **kwargs}
         if torch.compiler.is_compiling():
             # The batch is an argument here; to bind it as the current one would break the graph.
-            return checkpoint(forward, self, *args, **more)
+            return checkpoint(forward, self, *args, **all_kwargs)
         run = batch_context.bind(forward)
-        if self in without_draws:
+        if self in blocks_without_rng:
             with saving_context(args):
-                return checkpoint(run, self, *args, preserve_rng_state=False, **more)
-        before = _random_state(*args)
+                return checkpoint(run, self, *args, preserve_rng_state=False, **all_kwargs)
+        state_before = _random_state(*args)
         with saving_context(args):
-            out = checkpoint(run, self, *args, **more)
-        if _random_state(*args) == before:
-            without_draws.add(self)
+            out = checkpoint(run, self, *args, **all_kwargs)
+        if _random_state(*args) == state_before:
+            blocks_without_rng.add(self)
         return out
 
     return forward_with_recompute
@@ -224,10 +224,10 @@ def _random_state(*args: Any) -> list[bytes]:
 
 
 def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (name := str(operator)) in _SAVED_OPS
+    is_saved = (name := str(operator)) in _SAVED_OPS
     if (first := _MATMUL_FIRST_OPERAND.get(name)) is not None:
-        kept = _is_worth_saving(*args[first : first + 2])
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = _is_worth_saving(*args[first : first + 2])
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_worth_saving(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:  # or a KN per group
@@ -323,31 +323,31 @@ class OffloadedInputs:
     def _move(self, x: torch.Tensor) -> "_OffloadedTensor":
         self._release_copied_input()
         x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
-        moved = _OffloadedTensor(x, [self._take_block(size) for size in sizes], self._last)
-        weakref.finalize(moved, self._return_blocks, sizes, moved.blocks)
-        parts, on_host = moved.pair_with_blocks(x)
-        self._leaving = x, self._copy(on_host, parts)
-        self._last = weakref.ref(moved)
-        return moved
+        offloaded = _OffloadedTensor(x, [self._take_block(size) for size in sizes], self._last)
+        weakref.finalize(offloaded, self._return_blocks, sizes, offloaded.blocks)
+        parts, host_parts = offloaded.pair_with_blocks(x)
+        self._leaving = x, self._copy(host_parts, parts)
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
     def _copy_back(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _OffloadedTensor):
             return packed  # type: ignore[no-any-return]
         self._release_copied_input()
         self._begin_copy_back(packed)
-        before = packed.before() if packed.before is not None else None
-        if before is not None:
-            self._begin_copy_back(before)
+        previous_input = packed.before() if packed.before is not None else None
+        if previous_input is not None:
+            self._begin_copy_back(previous_input)
         assert packed.returning is not None, "its copy back has begun"
-        (x, is_there), packed.returning = packed.returning, None
-        if is_there is not None:
-            torch.cuda.current_stream(self._device).wait_event(is_there)
+        (x, end_event), packed.returning = packed.returning, None
+        if end_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(end_event)
         return x
 
-    def _begin_copy_back(self, moved: "_OffloadedTensor") -> None:
-        if moved.returning is None:
-            x = torch.empty(moved.shape, dtype=moved.dtype, device=self._device)
-            moved.returning = x, self._copy(*moved.pair_with_blocks(x))
+    def _begin_copy_back(self, offloaded: "_OffloadedTensor") -> None:
+        if offloaded.returning is None:
+            x = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=self._device)
+            offloaded.returning = x, self._copy(*offloaded.pair_with_blocks(x))
 
     def _release_copied_input(self) -> None:
         """Make the compute stream wait for the copy under way, and release the copy's source."""
@@ -360,13 +360,13 @@ class OffloadedInputs:
         if self._stream is not None and targets:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for part, other in zip(targets, sources, strict=True):
-                part.copy_(other, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
         return self._stream.record_event() if self._stream is not None and targets else None
 
     def _take_block(self, num_bytes: int) -> torch.Tensor | None:
-        if waiting := self._free[num_bytes]:
-            return waiting.pop()
+        if free_blocks := self._free[num_bytes]:
+            return free_blocks.pop()
         self.buffer_bytes += num_bytes
         if self.counts_only:
             return None
@@ -401,9 +401,9 @@ class _OffloadedTensor:
         Both are lists with one part per block.
         """
         blocks = [block for block in self.blocks if block is not None]
-        left = x.view(-1).view(torch.uint8) if blocks else x
+        remaining_bytes = x.view(-1).view(torch.uint8) if blocks else x
         parts = []
         for block in blocks:
-            parts.append(left[: len(block)])
-            left = left[len(block) :]
+            parts.append(remaining_bytes[: len(block)])
+            remaining_bytes = remaining_bytes[len(block) :]
         return parts, [block[: len(part)] for block, part in zip(blocks, parts, strict=True)]

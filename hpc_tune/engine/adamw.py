@@ -37,20 +37,20 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     if step < warmup:
         return lr * (step + 1) / warmup
     num_steps = max(1, total_steps - 1 - warmup)
-    done = min(num_steps, step - warmup)
+    num_done = min(num_steps, step - warmup)
     match optim.schedule:
         case "constant":
             return lr
         case "linear":
-            share = 1.0 - done / num_steps
+            share = 1.0 - num_done / num_steps
         case "cosine":
-            share = _half_cosine(done / num_steps)
+            share = _half_cosine(num_done / num_steps)
         case "cosine_with_restarts":
             cycles = 1 + (optim.restarts or 1)
-            progress = done * cycles % num_steps / num_steps if done < num_steps else 1.0
+            progress = num_done * cycles % num_steps / num_steps if num_done < num_steps else 1.0
             share = _half_cosine(progress)
         case "wsd":
-            share = min(1.0, (num_steps - done) / max(1, optim.num_decay_steps(total_steps)))
+            share = min(1.0, (num_steps - num_done) / max(1, optim.num_decay_steps(total_steps)))
     return lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
@@ -141,8 +141,8 @@ class OffloadedAdamW:
             state |= {name: local_tensor(state[name]) for name in MOMENT_NAMES}
         pairs = [(state, name) for state in states for name in MOMENT_NAMES]
         on_device = [(state, name) for state, name in pairs if state[name].device.type != "cpu"]
-        pinned = empty_pinned_like([state[name] for state, name in on_device])
-        for (state, name), on_host in zip(on_device, pinned, strict=True):
+        pinned_moments = empty_pinned_like([state[name] for state, name in on_device])
+        for (state, name), on_host in zip(on_device, pinned_moments, strict=True):
             state[name] = on_host.copy_(state[name])
 
     def step(self) -> None:
@@ -188,8 +188,8 @@ class OffloadedAdamW:
             eps=group["eps"],
             maximize=False,
         )
-        for moment, updated in zip(on_host, on_device, strict=True):
-            moment.copy_(updated, non_blocking=True)  # the end of the step waits for the device
+        for moment, new_moment in zip(on_host, on_device, strict=True):
+            moment.copy_(new_moment, non_blocking=True)  # the end of the step waits for the device
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,14 +94,14 @@ def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
 
     values = torch.tensor(create_dynamic_map(signed=signed), dtype=torch.float32)
-    below, reached = values[:-1].clone(), values[1:].clone()
+    low, high = values[:-1].clone(), values[1:].clone()
     codes = torch.arange(1, 256)
     for _ in range(64):
-        middle = _midpoints(below, reached)
+        middle = _midpoints(low, high)
         is_reached = quantize_8bit_with_qmap(middle, values) >= codes
-        reached = torch.where(is_reached, middle, reached)
-        below = torch.where(is_reached, below, middle)
-    return values.tolist(), reached.tolist()
+        high = torch.where(is_reached, middle, high)
+        low = torch.where(is_reached, low, middle)
+    return values.tolist(), high.tolist()
 
 
 def _midpoints(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -164,8 +164,8 @@ class QuantizedMoment:
             wrong &= ~fits
 
     def _nearest_codes(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        scaled = values / scales.unsqueeze(-1)
-        codes = torch.bucketize(scaled, self.table.borders, out_int32=True, right=True)
+        scaled_values = values / scales.unsqueeze(-1)
+        codes = torch.bucketize(scaled_values, self.table.borders, out_int32=True, right=True)
         return codes.to(torch.uint8)
 
     def _dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -225,11 +225,11 @@ def _update(
     weights, grads = weights.view(-1, VALUES_PER_8BIT_BLOCK), grads.view(-1, VALUES_PER_8BIT_BLOCK)
     for start in range(0, len(weights), _BLOCKS_AT_ONCE):
         block_range = slice(start, start + _BLOCKS_AT_ONCE)
-        held = [moment.blocks(block_range) for moment in (average, squares)]
-        values = [moment.values() for moment in held]
+        block_moments = [moment.blocks(block_range) for moment in (average, squares)]
+        values = [moment.values() for moment in block_moments]
         _take_step(group, step, weights[block_range], grads[block_range], *values)
-        for moment, updated in zip(held, values, strict=True):
-            moment.quantize(updated)
+        for moment, new_values in zip(block_moments, values, strict=True):
+            moment.quantize(new_values)
 
 
 def _take_step(
@@ -253,8 +253,8 @@ def moment_regions(name: str, moment: QuantizedMoment, where: LocalRegion) -> It
     """Yield the fp32 regions, some rows each, of the part of a moment that ``where`` describes."""
     for number, (box, blocks) in enumerate(_cut_rows(moment, where.box)):
         values = functools.partial(_values_in_shape, blocks, box.shape)
-        stored = f"{name}:{number}"
-        yield Region(name, torch.float32, box, where.full_shape, values, stored)
+        stored_name = f"{name}:{number}"
+        yield Region(name, torch.float32, box, where.full_shape, values, stored_name)
 
 
 def _values_in_shape(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.Tensor:
@@ -279,16 +279,19 @@ def fill_moment(
         blocks.quantize_exactly(values.view(-1, VALUES_PER_8BIT_BLOCK))
 
 
-def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, QuantizedMoment]]:
+def _cut_rows(moment: QuantizedMoment, local_box: Box) -> Iterator[tuple[Box, QuantizedMoment]]:
     """Cut a moment into runs of rows of whole blocks, if possible at most ``PIECE_BYTES`` of fp32.
 
-    ``held``: the box of the tensor that this rank has.
+    ``local_box``: the box of the tensor that this rank has.
     """
-    rows, width = held.shape[0], math.prod(held.shape[1:])
+    rows, width = local_box.shape[0], math.prod(local_box.shape[1:])
     unit = VALUES_PER_8BIT_BLOCK // math.gcd(VALUES_PER_8BIT_BLOCK, width)
-    num = max(unit, PIECE_BYTES // (4 * width) // unit * unit)
-    for start in range(0, rows, num):
-        stop = min(start + num, rows)
-        box = Box((held.offset[0] + start, *held.offset[1:]), (stop - start, *held.shape[1:]))
+    piece_rows = max(unit, PIECE_BYTES // (4 * width) // unit * unit)
+    for start in range(0, rows, piece_rows):
+        stop = min(start + piece_rows, rows)
+        box = Box(
+            (local_box.offset[0] + start, *local_box.offset[1:]),
+            (stop - start, *local_box.shape[1:]),
+        )
         first, last = (row * width // VALUES_PER_8BIT_BLOCK for row in (start, stop))
         yield box, moment.blocks(slice(first, last))

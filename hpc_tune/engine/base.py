@@ -157,8 +157,8 @@ def evaluate(
         total[-2] += batch.num_loss_terms
         total[-1] += batch.num_loss_tokens
     dist.all_reduce(total)
-    *added, terms, num_tokens = total.tolist()
-    return added, terms, int(num_tokens)
+    *total_sums, terms, num_tokens = total.tolist()
+    return total_sums, terms, int(num_tokens)
 
 
 def prepare_heap_and_dropout(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:

@@ -45,13 +45,13 @@ _FIRST_WRONG_DROPOUT_TORCH = (2, 13)
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile the ``forward`` of decoder blocks, after ``checkpoint_blocks`` has replaced it."""
-    compiled: dict[Forward, Forward] = {}
+    compiled_forwards: dict[Forward, Forward] = {}
     for block in blocks:
-        bound: Any = block.forward
-        forward = bound.__func__
-        if forward not in compiled:
-            compiled[forward] = _compile_forward(forward)
-        block.forward = types.MethodType(compiled[forward], block)
+        bound_forward: Any = block.forward
+        forward = bound_forward.__func__
+        if forward not in compiled_forwards:
+            compiled_forwards[forward] = _compile_forward(forward)
+        block.forward = types.MethodType(compiled_forwards[forward], block)
 
 
 def compile_loss(module: LossModel) -> None:
@@ -169,16 +169,16 @@ def compiling_in_process(folder: Path) -> Iterator[None]:
     """Within a block, compile in this process only, and keep the results in ``folder``."""
     from torch._inductor import config
 
-    names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
-    before, num_threads = {name: os.environ.get(name) for name in names}, config.compile_threads
-    os.environ |= {name: str(where) for name, where in names.items()}
+    paths = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    old_values, num_threads = {name: os.environ.get(name) for name in paths}, config.compile_threads
+    os.environ |= {name: str(path) for name, path in paths.items()}
     config.compile_threads = 1
     try:
         yield
     finally:
         torch._dynamo.reset()
         config.compile_threads = num_threads
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -32,12 +32,12 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
     if len(ranks) < layout.size:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
     if device.type == "cuda":
-        whole = torch.zeros(LARGE_MESSAGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
-        dist.all_reduce(whole, group=group)
-        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-        part = whole[: len(whole) // len(ranks)].clone()
-        torch_versions.all_gather(whole, part, group)
-        torch_versions.reduce_scatter(part, whole, group=group)
+        buffer = torch.zeros(LARGE_MESSAGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
+        dist.all_reduce(buffer, group=group)
+        dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
+        part = buffer[: len(buffer) // len(ranks)].clone()
+        torch_versions.all_gather(buffer, part, group)
+        torch_versions.reduce_scatter(part, buffer, group=group)
         wait_until_connected(device)
     return group
 

@@ -57,8 +57,8 @@ class CountedCollectives:
         """Return every rank's tensor, all of one shape."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        whole = group.size() * tensor.nbytes
-        with self.counted("all_gather", sent_bytes("all_gather", group.size(), whole)):
+        total_bytes = group.size() * tensor.nbytes
+        with self.counted("all_gather", sent_bytes("all_gather", group.size(), total_bytes)):
             dist.all_gather(parts, tensor, group=group)
         return parts
 
@@ -73,8 +73,8 @@ class CountedCollectives:
         self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         """Fill ``out`` with this rank's part of the sum of all ``whole``; both are contiguous."""
-        sent = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
-        with self.counted("reduce_scatter", sent):
+        num_bytes = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
+        with self.counted("reduce_scatter", num_bytes):
             torch_versions.reduce_scatter(out, whole, group=group)
 
     def all_to_all(
@@ -89,10 +89,10 @@ class CountedCollectives:
 
         None: the same number of rows to and from each rank.
         """
-        own = group.rank()
-        kept = x.shape[0] // group.size() if send is None else send[own]
-        row = x.nbytes // x.shape[0] if x.shape[0] else 0
-        with self.counted("all_to_all", (x.shape[0] - kept) * row):
+        rank = group.rank()
+        num_kept = x.shape[0] // group.size() if send is None else send[rank]
+        row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
+        with self.counted("all_to_all", (x.shape[0] - num_kept) * row_bytes):
             dist.all_to_all_single(out, x, receive, send, group=group)
 
     def begin_send(
@@ -116,11 +116,11 @@ class CountedCollectives:
     @contextmanager
     def counting_paused(self) -> Iterator[None]:
         """Count nothing in the block: it is no step, so nobody would read or clear the counts."""
-        before, self._counts = self._counts, False
+        was_counting, self._counts = self._counts, False
         try:
             yield
         finally:
-            self._counts = before
+            self._counts = was_counting
 
     @contextmanager
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
@@ -173,11 +173,11 @@ class CountedCollectives:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
         waited_ms = sum(max(0.0, a.elapsed_time(b)) for a, b in self._events)  # b may be first
         seconds = self._seconds + waited_ms / 1e3
-        taken = dict(self._bytes), seconds
+        totals = dict(self._bytes), seconds
         self._bytes.clear()
         self._events.clear()
         self._seconds = 0.0
-        return taken
+        return totals
 
 
 class _FsdpCollective:
@@ -205,8 +205,8 @@ class FsdpAllGather(_FsdpCollective):
         async_op: bool = False,
     ) -> Any:
         """Gather the shards of one unit."""
-        sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
-        with self._collectives.counting_overlapped("all_gather", sent):
+        num_bytes = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
+        with self._collectives.counting_overlapped("all_gather", num_bytes):
             work = self._collectives.all_gather_uncounted(
                 output_tensor, input_tensor, group, async_op
             )
@@ -229,8 +229,8 @@ class FsdpReduceScatter(_FsdpCollective):
         if group.size() == 1:  # nothing is sharded; before torch 2.10 FSDP2 calls this anyway
             output_tensor.copy_(input_tensor)
             return None
-        sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
-        with self._collectives.counting_overlapped("reduce_scatter", sent):
+        num_bytes = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
+        with self._collectives.counting_overlapped("reduce_scatter", num_bytes):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
         self._done = self._collectives.record_end_event()
         return work
@@ -308,14 +308,14 @@ class ReduceScatterWaits:
 
     def end_wait(self, group: Any) -> None:
         """Note that FSDP2 has waited for the sums it no longer keeps, and has begun the next."""
-        kept, start_event, self._start_event = _pending_events(group), self._start_event, None
+        events, start_event, self._start_event = _pending_events(group), self._start_event, None
         for event, end_event in self._pending:
-            if start_event is not None and not any(event is other for other in kept):
+            if start_event is not None and not any(event is other for other in events):
                 self._collectives.count_wait(end_event, start_event)
         scatter = group._reduce_scatter_comm
         last = scatter.pop_end_event() if isinstance(scatter, FsdpReduceScatter) else None
-        known = {id(event): end_event for event, end_event in self._pending}
-        self._pending = [(event, known.get(id(event), last)) for event in kept]
+        end_events = {id(event): end_event for event, end_event in self._pending}
+        self._pending = [(event, end_events.get(id(event), last)) for event in events]
 
 
 def _pending_events(group: Any) -> list[Any]:

@@ -45,12 +45,12 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         for stack in find_expert_stacks(layer):
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
-                why = (
+                reason = (
                     f"{num_experts} experts cannot be distributed over {ranks} ranks"
                     if num_experts % ranks
                     else f"{type(stack.owner).__name__} does not tell which tokens it takes"
                 )
-                raise ConfigError(f"parallel.expert={ranks}: {path}: {why}; use parallel.shard")
+                raise ConfigError(f"parallel.expert={ranks}: {path}: {reason}; use parallel.shard")
             _shard_stack(stack, rank, ranks, slices)
         while hasattr(layer, "base_layer"):
             layer.num_experts //= ranks
@@ -60,8 +60,8 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
             f"parallel.expert={ranks}: a {built.config.model_type} model has no experts; "
             "leave it out"
         )
-    named = built.module.named_parameters()
-    return replace(built, slices={name: slices[p] for name, p in named if p in slices})
+    named_params = built.module.named_parameters()
+    return replace(built, slices={name: slices[p] for name, p in named_params if p in slices})
 
 
 def add_token_dispatch(
@@ -94,14 +94,14 @@ def _shard_stack(
     experts_per_rank = num_experts // ranks
 
     def cut(part: Any, name: str, dim: int, parts: int = 1, rows: int = 1) -> None:
-        full = getattr(part, name)
-        shape = list(full.shape)
+        full_param = getattr(part, name)
+        shape = list(full_param.shape)
         shape[dim] //= ranks
         with _disable_current_modes():  # a trace allocates it later, like all others
-            values = torch.empty(shape, dtype=full.dtype, device=full.device)
-            spread = nn.Parameter(values, full.requires_grad)
-        slices[spread] = Slice(dim, rank * experts_per_rank * rows, tuple(full.shape), parts)
-        setattr(part, name, spread)
+            values = torch.empty(shape, dtype=full_param.dtype, device=full_param.device)
+            shard = nn.Parameter(values, full_param.requires_grad)
+        slices[shard] = Slice(dim, rank * experts_per_rank * rows, tuple(full_param.shape), parts)
+        setattr(part, name, shard)
 
     cut(owner, stack.name, 0)
     if getattr(owner, bias := f"{stack.name}_bias", None) is not None:
@@ -128,34 +128,34 @@ class _TokenExchange:
         The host reads the sums: rows sent to each rank, and rows received from it. A layer that is
         recomputed reuses those of its first pass: no message, and the host does not wait.
         """
-        sent = torch.zeros(
+        send_counts = torch.zeros(
             self.group.size() * self.experts_per_rank, dtype=torch.int64, device=ids_S.device
         )
-        sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
+        send_counts.scatter_add_(0, ids_S, torch.ones_like(ids_S))
         recompute_cache = batch_context.batch.recompute_cache
         if recompute_cache is None:
-            return self._exchange_row_counts(sent, len(ids_S))
+            return self._exchange_row_counts(send_counts, len(ids_S))
         if self not in recompute_cache:
-            recompute_cache[self] = sent, self._exchange_row_counts(sent, len(ids_S))
-        first, rows = recompute_cache[self]
-        if first is not sent and not isinstance(sent, FakeTensor):
-            _assert_same_counts(first, sent)
+            recompute_cache[self] = send_counts, self._exchange_row_counts(send_counts, len(ids_S))
+        first_counts, rows = recompute_cache[self]
+        if first_counts is not send_counts and not isinstance(send_counts, FakeTensor):
+            _assert_same_counts(first_counts, send_counts)
         return cast("tuple[torch.Tensor, list[int], list[int]]", rows)
 
     def _exchange_row_counts(
-        self, sent: torch.Tensor, num_rows: int
+        self, send_counts: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Exchange counts and read them; a trace has no values, so it spreads rows evenly."""
         ranks = self.group.size()
-        come = torch.empty_like(sent)
-        self.collectives.all_to_all(come, sent, None, None, self.group)
-        both = torch.stack([sent, come]).view(2, ranks, self.experts_per_rank)
-        if isinstance(sent, FakeTensor):
-            first, rest = divmod(num_rows, ranks)
-            even = [first + (number < rest) for number in range(ranks)]
-            return both[1], even, even
-        send, receive = both.sum(2).tolist()
-        return both[1], send, receive
+        receive_counts = torch.empty_like(send_counts)
+        self.collectives.all_to_all(receive_counts, send_counts, None, None, self.group)
+        counts = torch.stack([send_counts, receive_counts]).view(2, ranks, self.experts_per_rank)
+        if isinstance(send_counts, FakeTensor):
+            quotient, remainder = divmod(num_rows, ranks)
+            even_counts = [quotient + (number < remainder) for number in range(ranks)]
+            return counts[1], even_counts, even_counts
+        send, receive = counts.sum(2).tolist()
+        return counts[1], send, receive
 
     def __call__(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Send rows of ``x`` and return the rows received; their gradient goes the other way."""
@@ -165,8 +165,8 @@ class _TokenExchange:
 
 def _assert_same_counts(first: torch.Tensor, second: torch.Tensor) -> None:
     """Make the device fail if counts differ, so that the host does not wait for it."""
-    chosen_anew = "a recomputed router chose other experts than in its first pass"
-    torch._assert_async((first == second).all(), chosen_anew)
+    message = "a recomputed router chose other experts than in its first pass"
+    torch._assert_async((first == second).all(), message)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -205,18 +205,22 @@ def _with_dispatch(
         send_SH = hidden_NH[order_S // num_chosen]
         inverse_S = torch.empty_like(order_S)
         inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        rows, send, receive = exchange.exchange_counts(ids_S)
-        come_H = exchange(send_SH, send, receive)
+        row_counts, send, receive = exchange.exchange_counts(ids_S)
+        received_H = exchange(send_SH, send, receive)
         del send_SH
-        own = torch.arange(exchange.experts_per_rank, device=rows.device).repeat(len(rows))
-        own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
+        local_ids = torch.arange(exchange.experts_per_rank, device=row_counts.device).repeat(
+            len(row_counts)
+        )
+        local_ids = torch.repeat_interleave(
+            local_ids, row_counts.flatten(), output_size=sum(receive)
+        )
         if not sum(receive):  # matmuls need a row, and weights need a gradient
-            come_H = torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])])
-            own = own.new_zeros(1)
-        ones = weights_NK.new_ones(len(own), 1)
-        out_H = local_forward(come_H, own.unsqueeze(1), ones)[: sum(receive)]
-        back_SH = exchange(out_H, receive, send)
-        each_NKH = back_SH[inverse_S].view(num_tokens, num_chosen, -1)
+            received_H = torch.cat([received_H, received_H.new_zeros(1, received_H.shape[1])])
+            local_ids = local_ids.new_zeros(1)
+        unit_weights = weights_NK.new_ones(len(local_ids), 1)
+        out_H = local_forward(received_H, local_ids.unsqueeze(1), unit_weights)[: sum(receive)]
+        returned_SH = exchange(out_H, receive, send)
+        each_NKH = returned_SH[inverse_S].view(num_tokens, num_chosen, -1)
         summed_NH = (each_NKH * weights_NK.unsqueeze(-1)).sum(1)
         return summed_NH.to(hidden_NH.dtype)
 

@@ -49,21 +49,21 @@ def shard(
     The plan decides what stays whole on every rank. Frozen weights are sharded within each replica
     and never reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
     """
-    full, parallel = plan.size.is_fully_trained, plan.parallel
-    named = built.module.named_parameters()
-    whole = {p for n, p in named if plan.is_replicated(p.requires_grad, is_vector(n, p))}
+    is_full, parallel = plan.size.is_fully_trained, plan.parallel
+    params = built.module.named_parameters()
+    ignored_params = {p for n, p in params if plan.is_replicated(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
         experts = [part for _, part in find_expert_stack_modules(built.module)]
     elif mesh.layout.expert > 1:  # spread, with nothing left to shard
-        whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
+        ignored_params |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.casts_before_gather and built.module.is_first_stage:
         # Weights are gathered in bf16; activations between blocks are fp32, as without sharding.
         embedding = built.module.causal_lm().get_input_embeddings()
         embedding.register_forward_hook(lambda module, args, out: out.float())
-    mixed = MixedPrecisionPolicy(
+    precision = MixedPrecisionPolicy(
         param_dtype=built.dtype if plan.casts_before_gather else None,
-        reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
+        reduce_dtype=DTYPES[parallel.reduce_dtype] if is_full else None,
         cast_forward_inputs=False,
     )
     offload: OffloadPolicy = OffloadPolicy()
@@ -72,16 +72,16 @@ def shard(
     let_fsdp_shard_integers()
     for unit in [*experts, *_fsdp_units(built, blocks, parallel.blocks_per_unit)]:
         for_experts = unit in experts
-        ranks = mesh.weight_mesh(includes_replicas=full, for_experts=for_experts)
+        weight_mesh = mesh.weight_mesh(includes_replicas=is_full, for_experts=for_experts)
         is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
         fully_shard(
             unit,
-            mesh=ranks,
+            mesh=weight_mesh,
             reshard_after_forward=parallel.reshard == "block" and not is_end,
-            shard_placement_fn=partial(_placement, ranks.size(-1)) if for_experts else None,
-            mp_policy=mixed,
+            shard_placement_fn=partial(_placement, weight_mesh.size(-1)) if for_experts else None,
+            mp_policy=precision,
             offload_policy=offload,
-            ignored_params=whole,
+            ignored_params=ignored_params,
         )
         if for_experts:
             _gather_outside_recompute(unit)
@@ -89,9 +89,9 @@ def shard(
             # It stays gathered for its backward pass, which comes next and then needs no gathering.
             unit.set_unshard_in_backward(False)
             unit.register_forward_pre_hook(_free_gather_buffer)
-            whole |= set(unit.parameters())  # sharded: the root must not shard them again
+            ignored_params |= set(unit.parameters())  # sharded: the root must not shard them again
             del unit.head
-    replicas = mesh.layout.replicate if full else 1
+    replicas = mesh.layout.replicate if is_full else 1
     for module in _sharded_modules(built.module):
         _use_counted_sums(module, replicas, collectives)
 
@@ -124,9 +124,9 @@ def _free_gather_buffer(unit: Any, _args: Any) -> None:
     FSDP2 keeps it until the next unit has its own or, as here, until the root's forward pass ends.
     """
     context = unit._get_fsdp_state()._comm_ctx
-    if (gathered := context.all_gather_state) is not None:
+    if (gather_state := context.all_gather_state) is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
-            stream.wait_event(gathered.event)
+            stream.wait_event(gather_state.event)
         context.all_gather_state = None
 
 
@@ -135,9 +135,9 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
 
     For experts in 4 bits always 0, so that each stays whole: its bytes are quantized together.
     """
-    divided = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
+    divisible_dims = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
     is_packed = not parameter.is_floating_point()
-    return Shard(0 if is_packed else next(divided, 0))
+    return Shard(0 if is_packed else next(divisible_dims, 0))
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
@@ -183,5 +183,5 @@ def prepare_backward(module: LossModel, is_last: bool, keeps_weights_gathered: b
 
 def release_gathered_weights(module: nn.Module) -> None:
     """Leave a rank only its shards: passes without a backward pass keep what they gather."""
-    for sharded in _sharded_modules(module):
-        sharded.reshard()
+    for unit in _sharded_modules(module):
+        unit.reshard()

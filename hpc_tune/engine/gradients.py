@@ -66,22 +66,22 @@ def list_trained_weights(
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
-        is_distributed = sliced and layout.expert > 1
-        with_copy = layout.expert if is_distributed else 1  # ranks of the shard axis per full copy
+        is_sharded, is_sliced = isinstance(parameter, DTensor), name in stage.slices
+        is_distributed = is_sliced and layout.expert > 1
+        copy_size = layout.expert if is_distributed else 1  # ranks of the shard axis per full copy
         num_copies = layout.replicate
-        num_copies *= 1 if sharded else layout.shard // with_copy
-        num_copies *= 1 if sliced else layout.tensor
-        tied = not stage.module.is_first_stage and stage.saved_names[name] == stage.tied_name
+        num_copies *= 1 if is_sharded else layout.shard // copy_size
+        num_copies *= 1 if is_sliced else layout.tensor
+        is_tied = not stage.module.is_first_stage and stage.saved_names[name] == stage.tied_name
         writes_checkpoint = (
             coordinates.replicate == 0
-            and (sharded or coordinates.shard < with_copy)
-            and (sliced or coordinates.tensor == 0)
-            and not tied
+            and (is_sharded or coordinates.shard < copy_size)
+            and (is_sliced or coordinates.tensor == 0)
+            and not is_tied
         )
-        what = (name, stage, parameter, name in partial)
+        first_fields = (name, stage, parameter, name in partial)
         trained_weights.append(
-            TrainedWeight(*what, num_copies, tied, writes_checkpoint, is_distributed)
+            TrainedWeight(*first_fields, num_copies, is_tied, writes_checkpoint, is_distributed)
         )
     return trained_weights
 
@@ -120,16 +120,16 @@ class OverlappedAllReduce:
         self._works: list[dist.Work | None] = []
         self._is_last = False
         itemsize, stop = bucket.grads.itemsize, bucket.grads.numel()
-        start, num = stop, 0
+        start, num_params = stop, 0
         for parameter in reversed(bucket.parameters):
-            start, num = start - parameter.numel(), num + 1
+            start, num_params = start - parameter.numel(), num_params + 1
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(self._handle_gradient, len(self._pieces))
             )
             if (stop - start) * itemsize >= GRADIENT_PIECE_BYTES or start == 0:
                 self._pieces.append(bucket.grads[start:stop])
-                self._sizes.append(num)
-                stop, num = start, 0
+                self._sizes.append(num_params)
+                stop, num_params = start, 0
 
     def begin(self) -> None:
         """Send pieces as soon as the coming backward pass, the step's last, completes them."""
@@ -147,8 +147,8 @@ class OverlappedAllReduce:
         if not self._is_last:
             return
         self._missing[piece_index] -= 1
-        while (at := len(self._works)) < len(self._pieces) and self._missing[at] == 0:
-            self._works.append(self._collectives.begin_all_reduce(self._pieces[at], self._group))
+        while (index := len(self._works)) < len(self._pieces) and self._missing[index] == 0:
+            self._works.append(self._collectives.begin_all_reduce(self._pieces[index], self._group))
 
 
 def make_buckets(
@@ -165,17 +165,17 @@ def make_buckets(
             key = weight.partial, weight.num_copies, weight.tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, num_copies, tied, is_distributed), parameters in groups.items():
-        num = sum(p.numel() for p in parameters)
+    for (partial, num_copies, is_tied, is_distributed), parameters in groups.items():
+        num_values = sum(p.numel() for p in parameters)
         if device.type == "cpu":
-            reserve(num * parameters[0].dtype.itemsize)
-        flat = torch.zeros(num, dtype=parameters[0].dtype, device=device)
+            reserve(num_values * parameters[0].dtype.itemsize)
+        flat = torch.zeros(num_values, dtype=parameters[0].dtype, device=device)
         position = 0
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
         group = mesh.group(*plan.reduction_axes(partial, is_distributed))
-        buckets.append(Bucket(flat, group, num_copies, tied, parameters))
+        buckets.append(Bucket(flat, group, num_copies, is_tied, parameters))
     return buckets
 
 
@@ -190,15 +190,15 @@ def sum_squares(
     If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its
     number of copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
-    counted = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.tied]
-    counted += [
+    grad_pairs = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.tied]
+    grad_pairs += [
         (weight.local_grad, weight.num_copies)
         for weight in sharded
         if weight.parameter.grad is not None and not weight.tied
     ]
     on_host = torch.zeros((), dtype=torch.float64)
     on_device: dict[int, list[torch.Tensor]] = {}
-    for grad, num_copies in counted:
+    for grad, num_copies in grad_pairs:
         if grad.device.type == "cpu":
             on_host += _sum_squares_fp64(grad) / num_copies
         else:
@@ -206,7 +206,7 @@ def sum_squares(
     if device.type == "cpu":
         return on_host
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if any(grad.device.type == "cpu" for grad, _ in counted):
+    if any(grad.device.type == "cpu" for grad, _ in grad_pairs):
         total += on_host.pin_memory().to(device, non_blocking=True)
     for num_copies, grads in on_device.items():
         total += _sum_squares_fused(grads) / num_copies

@@ -76,8 +76,8 @@ class Mesh:
         the mesh for experts that are spread over ranks.
         """
         assert self._shards is not None, "no weights are sharded"
-        alone, replicated = self._shards_of_experts if for_experts else self._shards
-        return replicated if includes_replicas else alone
+        shard_mesh, replicated_mesh = self._shards_of_experts if for_experts else self._shards
+        return replicated_mesh if includes_replicas else shard_mesh
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh of ``axis``, and the mesh of replicate x ``axis``."""
@@ -85,16 +85,16 @@ class Mesh:
         shards = self.group(axis)
         ranks = torch.tensor(self._ranks_along(*names)).view(replicate, -1)
         if shards is not None:
-            alone = DeviceMesh.from_group(shards, device.type)
+            shard_mesh = DeviceMesh.from_group(shards, device.type)
         else:
-            alone = _SingletonMesh(device.type, torch.tensor([dist.get_rank()]), [None])
+            shard_mesh = _SingletonMesh(device.type, torch.tensor([dist.get_rank()]), [None])
         if replicate == 1:
-            return alone, alone
+            return shard_mesh, shard_mesh
         replicas = self._group_along("replicate")
         if shards is None:
-            return alone, _SingletonMesh(device.type, ranks, [replicas, None], names)
+            return shard_mesh, _SingletonMesh(device.type, ranks, [replicas, None], names)
         groups = [replicas, shards]
-        return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+        return shard_mesh, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks, in the order in which all ranks made them."""
@@ -115,8 +115,8 @@ class Mesh:
         """
         if self.layout.pipeline <= 2:
             return self.group("pipeline")
-        first, *between, last = self._ranks_along("pipeline")
-        if dist.get_rank() in between:
+        first, *middle_ranks, last = self._ranks_along("pipeline")
+        if dist.get_rank() in middle_ranks:
             mirror_group_creation([first, last])
             return None
         return self._group_of_ranks((first, last))
@@ -201,23 +201,23 @@ def send_large_messages(
     ``edges``: a pipeline's groups, by the rank that sends forward and the direction. All ranks have
     their groups in the same order.
     """
-    whole = torch.zeros(num_bytes // 4, device=device)
+    message = torch.zeros(num_bytes // 4, device=device)
     for group in mesh.all_groups():
-        part = torch.zeros(len(whole) // group.size(), device=device)
-        used = whole[: len(part) * group.size()]
-        dist.all_reduce(used, group=group)
-        torch_versions.all_gather(used, part, group)
-        torch_versions.reduce_scatter(part, used, dist.ReduceOp.SUM, group)
+        part = torch.zeros(len(message) // group.size(), device=device)
+        all_parts = message[: len(part) * group.size()]
+        dist.all_reduce(all_parts, group=group)
+        torch_versions.all_gather(all_parts, part, group)
+        torch_versions.reduce_scatter(part, all_parts, dist.ReduceOp.SUM, group)
         wait_until_connected(device)
     for group in mesh.all_to_all_groups():
-        even = whole[: len(whole) // group.size() * group.size()]
-        dist.all_to_all_single(torch.empty_like(even), even, group=group)
+        even_part = message[: len(message) // group.size() * group.size()]
+        dist.all_to_all_single(torch.empty_like(even_part), even_part, group=group)
         wait_until_connected(device)
-    for (first, kind), group in edges.items():
+    for (first, direction), group in edges.items():
         [other] = {*dist.get_process_group_ranks(group)} - {first}
-        source, target = (first, other) if kind == "forward" else (other, first)
+        source, target = (first, other) if direction == "forward" else (other, first)
         if dist.get_rank() == source:
-            dist.send(whole, target, group)
+            dist.send(message, target, group)
         else:
-            dist.recv(whole, source, group)
+            dist.recv(message, source, group)
         wait_until_connected(device)

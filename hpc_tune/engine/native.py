@@ -145,12 +145,12 @@ class NativeEngine:
         if device.type == "cuda":
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
-        sharing = self._mesh.group("context")
-        self._share = make_row_share(sharing, self._collectives, settings, built.dtype)
+        context_group = self._mesh.group("context")
+        self._share = make_row_share(context_group, self._collectives, settings, built.dtype)
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
-        counts = self._mesh.coordinates.tensor == 0
-        self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
+        adds_counts = self._mesh.coordinates.tensor == 0
+        self._watch = RouterWatch(built.routers, built.router_score, built.tune, adds_counts)
         self._adapters, self.inputs = AdapterCopies(), OffloadedInputs(settings)
         self.stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
@@ -176,9 +176,9 @@ class NativeEngine:
         self._offloaded: OffloadedAdamW | None = None
         self._pipeline = None
         if layout.pipeline > 1:
-            wire = torch.float32 if plan.activation_itemsize == 4 else built.dtype
-            sent = built.config.hidden_size, wire, self._collectives
-            self._pipeline = Pipeline(modules, layout, edges, device, *sent)
+            wire_dtype = torch.float32 if plan.activation_itemsize == 4 else built.dtype
+            pipeline_args = built.config.hidden_size, wire_dtype, self._collectives
+            self._pipeline = Pipeline(modules, layout, edges, device, *pipeline_args)
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
@@ -211,10 +211,10 @@ class NativeEngine:
         (self._offloaded or self._adamw).step()
         self._adapters.mark_changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
-        sent, comm_s = self._collectives.pop_totals()
-        sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
-        routers = self._watch.interpret_sums(of_routers)
-        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums, routers)
+        sent_bytes, comm_s = self._collectives.pop_totals()
+        sums, router_sums = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
+        routers = self._watch.interpret_sums(router_sums)
+        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)
 
     @torch.no_grad()
     def objective_sums(
@@ -231,43 +231,43 @@ class NativeEngine:
         self, batches: Iterable[Batch], objective: Objective | None
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         modules = [stage.module for stage in self.stages]
-        trained = modules[-1].objective
+        training_objective = modules[-1].objective
         self._adapters.refresh()
         for module in modules:
             module.eval()
-            module.objective = objective or trained
+            module.objective = objective or training_objective
         try:
             remaining = iter(batches)
             while group := list(islice(remaining, 2 * self._layout.pipeline)):
-                whole = self._batches_to_run(group, training=False)
-                used = shard_batches(whole, self._share)
-                self._copies.begin(used)
+                whole_batches = self._batches_to_run(group, training=False)
+                local_batches = shard_batches(whole_batches, self._share)
+                self._copies.begin(local_batches)
                 if self._pipeline is not None:
-                    objective_sums = self._pipeline.evaluate(used, self._forward)
+                    objective_sums = self._pipeline.evaluate(local_batches, self._forward)
                 else:
-                    objective_sums = [self._forward(0, batch, None) for batch in used]
+                    objective_sums = [self._forward(0, batch, None) for batch in local_batches]
                 if self._share is not None:
                     objective_sums = [self._share.sum_over_ranks(out) for out in objective_sums]
-                places = self._mesh.coordinates
-                if objective_sums and places.tensor == places.context == 0:
-                    yield from zip(whole, objective_sums, strict=True)
+                coordinates = self._mesh.coordinates
+                if objective_sums and coordinates.tensor == coordinates.context == 0:
+                    yield from zip(whole_batches, objective_sums, strict=True)
         finally:
             for module in modules:
                 release_gathered_weights(module)
                 module.train()
-                module.objective = trained
+                module.objective = training_objective
 
     def regions(self) -> list[Region]:
         """Return what this rank holds and no lower rank does; see ``base.Engine``."""
         regions: list[Region] = []
-        for trained in (t for t in self._trained if t.writes_checkpoint):
-            for name, number, region in self._saved_regions(trained):
+        for weight in (t for t in self._trained if t.writes_checkpoint):
+            for name, number, region in self._saved_regions(weight):
                 if (local := region.local).numel():
-                    what = name, local.dtype, region.box, region.full_shape
+                    region_args = name, local.dtype, region.box, region.full_shape
                     key = f"{name}#{number}" if number else ""
-                    regions.append(Region(*what, local.contiguous, key))
-            for name, moment, where in self._quantized_moments(trained):
-                regions += moment_regions(name, moment, where)
+                    regions.append(Region(*region_args, local.contiguous, key))
+            for name, moment, moment_region in self._quantized_moments(weight):
+                regions += moment_regions(name, moment, moment_region)
         return regions
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
@@ -283,14 +283,14 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or cannot be read, or lacks values that this
                 rank needs.
         """
-        for trained in self._trained:
-            for name, _, region in self._saved_regions(trained):
+        for weight in self._trained:
+            for name, _, region in self._saved_regions(weight):
                 index.require([name])
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
-            for name, moment, where in self._quantized_moments(trained):
+            for name, moment, moment_region in self._quantized_moments(weight):
                 index.require([name])
-                fill_moment(moment, where, index, name, self._settings.reserve)
+                fill_moment(moment, moment_region, index, name, self._settings.reserve)
         self._adapters.mark_changed()
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
@@ -334,8 +334,8 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""
         total = self._zero_sums()
-        used = shard_batches(self._batches_to_run(batches), self._share)
-        self._copies.begin(used)
+        local_batches = shard_batches(self._batches_to_run(batches), self._share)
+        self._copies.begin(local_batches)
 
         def backward(
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
@@ -351,14 +351,14 @@ class NativeEngine:
                 total += out.detach()
 
         if self._pipeline is not None:
-            self._pipeline.train(used, self._forward, backward)
+            self._pipeline.train(local_batches, self._forward, backward)
             return total
-        for batch in used:
+        for batch in local_batches:
             out = self._forward(0, batch, None)
-            if batch is used[-1]:
-                for sums in overlapped:
-                    sums.begin()
-            backward(0, batch is used[-1], out, None)
+            if batch is local_batches[-1]:
+                for all_reduce in overlapped:
+                    all_reduce.begin()
+            backward(0, batch is local_batches[-1], out, None)
         return total
 
     def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
@@ -373,56 +373,56 @@ class NativeEngine:
         return torch.zeros(self._plan.num_sums, dtype=torch.float32, device=self._device)
 
     def _batches_to_run(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
-        kept = [
+        real_micros = [
             b for b in batches if b.num_loss_tokens or not self._plan.skips_empty_micros(training)
         ]
         first_row = batches[0].first_row if batches else 0
-        return kept + [
-            padding_batch(first_row) for _ in range(self._plan.num_padding_micros(len(kept)))
+        return real_micros + [
+            padding_batch(first_row) for _ in range(self._plan.num_padding_micros(len(real_micros)))
         ]
 
     def _reduce_gradients(self) -> None:
-        for sums in self._overlapped:
-            sums.finish()
+        for all_reduce in self._overlapped:
+            all_reduce.finish()
         for bucket in self._buckets:
             if bucket.group is not None and not self._overlapped:
                 self._collectives.all_reduce(bucket.grads, bucket.group)
-        for trained in self._sharded:
-            if trained.partial:
-                self._collectives.all_reduce(trained.local_grad, self._mesh.tensor)
+        for weight in self._sharded:
+            if weight.partial:
+                self._collectives.all_reduce(weight.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
-            tied = next(t for t in self._trained if t.saved_name == t.stage.tied_name)
-            self._collectives.all_reduce(tied.local_grad, self._tied_group)
+            tied_weight = next(t for t in self._trained if t.saved_name == t.stage.tied_name)
+            self._collectives.all_reduce(tied_weight.local_grad, self._tied_group)
 
-    def _saved_regions(self, trained: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
+    def _saved_regions(self, weight: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
         """Yield each region of a weight and its moments: name in checkpoints, number, region."""
-        state = self._adamw.state[trained.parameter]
-        parameter = trained.parameter
-        named = [("", parameter), *((f"{part}.", state[part]) for part in MOMENT_NAMES)]
-        for prefix, tensor in named:
+        state = self._adamw.state[weight.parameter]
+        parameter = weight.parameter
+        named_tensors = [("", parameter), *((f"{part}.", state[part]) for part in MOMENT_NAMES)]
+        for prefix, tensor in named_tensors:
             if not isinstance(tensor, QuantizedMoment):
-                regions = trained.stage.regions(trained.name, parameter, tensor)
+                regions = weight.stage.regions(weight.name, parameter, tensor)
                 for number, region in enumerate(regions):
-                    yield f"{prefix}{trained.saved_name}", number, region
+                    yield f"{prefix}{weight.saved_name}", number, region
 
     def _quantized_moments(
-        self, trained: TrainedWeight
+        self, weight: TrainedWeight
     ) -> Iterator[tuple[str, QuantizedMoment, LocalRegion]]:
         """Yield each moment in 8 bits: its name in checkpoints, itself, this rank's region of it.
 
         There is a single region: see ``require_single_slices``.
         """
         for part in MOMENT_NAMES:
-            moment = self._adamw.state[trained.parameter][part]
+            moment = self._adamw.state[weight.parameter][part]
             if isinstance(moment, QuantizedMoment):
-                [where] = trained.stage.regions(trained.name, trained.parameter)
-                yield f"{part}.{trained.saved_name}", moment, where
+                [region] = weight.stage.regions(weight.name, weight.parameter)
+                yield f"{part}.{weight.saved_name}", moment, region
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
             bucket.grads.zero_()
-        for trained in self._sharded:
-            trained.parameter.grad = None
+        for weight in self._sharded:
+            weight.parameter.grad = None
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm; return the global norm before that."""
@@ -436,9 +436,9 @@ class NativeEngine:
             scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
             for bucket in self._buckets:
                 bucket.grads.mul_(scale)
-            sharded = [t.local_grad for t in self._sharded if t.parameter.grad is not None]
-            if sharded:
-                torch._foreach_mul_(sharded, scale.to(sharded[0].device))
+            sharded_grads = [t.local_grad for t in self._sharded if t.parameter.grad is not None]
+            if sharded_grads:
+                torch._foreach_mul_(sharded_grads, scale.to(sharded_grads[0].device))
         return norm
 
 
@@ -453,10 +453,10 @@ def _load(
     """Read and allocate what this rank holds. Sends no messages: a rank may fail by itself."""
     if settings.optim.is_8bit:
         require_torchao()
-    stages, trained = _load_stages(built, settings, mesh, collectives, adapters, inputs)
-    buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
-    named = [(t.name, t.parameter) for t in trained]
-    return stages, trained, buckets, make_optimizer(named, settings.optim, settings.reserve)
+    stages, weights = _load_stages(built, settings, mesh, collectives, adapters, inputs)
+    buckets = make_buckets(weights, settings.plan, mesh, settings.device, settings.reserve)
+    named_params = [(t.name, t.parameter) for t in weights]
+    return stages, weights, buckets, make_optimizer(named_params, settings.optim, settings.reserve)
 
 
 def _load_stages(
@@ -470,15 +470,15 @@ def _load_stages(
     """Return this rank's pipeline stages with their weights, and the trained weights of all."""
     layout = settings.layout
     prepare_heap_and_dropout(built, settings.train, layout.shard > 1)
-    cuts = [built]
+    meta_stages = [built]
     if layout.pipeline > 1:
-        cuts = split_into_stages(built, settings.plan, mesh.coordinates.pipeline)
-    stages, trained = [], []
-    for cut in cuts:
-        stage, partial = _load_stage(cut, settings, mesh, collectives, adapters, inputs)
+        meta_stages = split_into_stages(built, settings.plan, mesh.coordinates.pipeline)
+    stages, weights = [], []
+    for meta_stage in meta_stages:
+        stage, partial = _load_stage(meta_stage, settings, mesh, collectives, adapters, inputs)
         stages.append(stage)
-        trained += list_trained_weights(stage, mesh, partial)
-    return stages, trained
+        weights += list_trained_weights(stage, mesh, partial)
+    return stages, weights
 
 
 def _load_stage(

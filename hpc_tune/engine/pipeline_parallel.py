@@ -63,39 +63,39 @@ def _require_trained_stages(built: BuiltModel, blocks: Sequence[range]) -> None:
     """Refuse stages without a trained weight, through which no gradient would flow."""
     modules = [*find_blocks(built.module), built.module.causal_lm().get_output_embeddings()]
     head = len(modules) - 1
-    trained = [any(p.requires_grad for p in module.parameters()) for module in modules]
-    for stage, kept in enumerate(blocks):
-        held = [*kept, head] if stage == len(blocks) - 1 else kept
-        if not any(trained[number] for number in held):
+    is_trained = [any(p.requires_grad for p in module.parameters()) for module in modules]
+    for stage, span in enumerate(blocks):
+        numbers = [*span, head] if stage == len(blocks) - 1 else span
+        if not any(is_trained[number] for number in numbers):
             raise ConfigError(
                 f"tune.targets={built.tune.targets} leaves pipeline stage {stage + 1} of "
-                f"{len(blocks)} (decoder blocks {kept.start} to {kept.stop - 1}) without anything "
+                f"{len(blocks)} (decoder blocks {span.start} to {span.stop - 1}) without anything "
                 "to train; add layers of those blocks to tune.targets, or use parallel.shard"
             )
 
 
-def _extract_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
+def _extract_stage(built: BuiltModel, span: range, is_first: bool, is_last: bool) -> BuiltModel:
     module = copy.deepcopy(built.module)
-    module.is_first_stage, module.is_last_stage = first, last
+    module.is_first_stage, module.is_last_stage = is_first, is_last
     blocks = find_blocks(module)
     for number in range(len(blocks)):
-        if number not in kept:
+        if number not in span:
             del blocks._modules[str(number)]
     lm = module.causal_lm()
     base_names, saved_names = dict(built.base_names), dict(built.saved_names)
-    if not first:
+    if not is_first:
         embedding = lm.get_input_embeddings().weight
         name = next(n for n, p in module.named_parameters() if p is embedding)
         lm.set_input_embeddings(nn.Identity())
         if hasattr(find_decoder(lm), "embedding_multiplier"):
             find_decoder(lm).embedding_multiplier = 1.0  # the first stage has applied it
-        if built.tied_name and last:
+        if built.tied_name and is_last:
             # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
             base_names[head] = base_names[name]
             if name in saved_names:
                 saved_names[head] = saved_names[name]
-    if not last:
+    if not is_last:
         *_, norm = built.config.base_model_pp_plan
         setattr(find_decoder(lm), norm, nn.Identity())
         lm.set_output_embeddings(nn.Identity())
@@ -129,19 +129,19 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
     ring = list(zip(members, [*members[1:], members[0]], strict=True))
     rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
     edges: Edges = {}
-    for kind, pairs in itertools.product(DIRECTIONS, filter(None, rounds)):
+    for direction, pairs in itertools.product(DIRECTIONS, filter(None, rounds)):
         pair = next((pair for pair in pairs if me in pair), None)
         if pair is None:
             mirror_group_creation(pairs[0])
             continue
         group = dist.new_group([*pair], use_local_synchronization=True)
-        edges[pair[0], kind] = group
-        source, target = pair if kind == "forward" else reversed(pair)
-        word = torch.zeros(1, device=device)
+        edges[pair[0], direction] = group
+        source, target = pair if direction == "forward" else reversed(pair)
+        message = torch.zeros(1, device=device)
         if me == source:
-            dist.send(word, target, group)
+            dist.send(message, target, group)
         else:
-            dist.recv(word, source, group)
+            dist.recv(message, source, group)
         wait_until_connected(device)
     return edges
 
@@ -183,22 +183,22 @@ class Pipeline:
         """
         passes = schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
         inputs = self._make_input_receiver(passes, batches)
-        last = {p.chunk: p for p in passes if p.kind == "backward"}
+        last_passes = {p.chunk: p for p in passes if p.kind == "backward"}
         in_flight: dict[tuple[int, int], _ForwardState] = {}
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
-            received = inputs.take(number)
+            pass_input = inputs.take(number)
             key = step.chunk, step.micro_batch
             if step.kind == "forward":
-                if received is not None:
-                    received.requires_grad_()
-                out = forward(step.chunk, batches[step.micro_batch], received)
-                in_flight[key] = _ForwardState(received, out)
+                if pass_input is not None:
+                    pass_input.requires_grad_()
+                out = forward(step.chunk, batches[step.micro_batch], pass_input)
+                in_flight[key] = _ForwardState(pass_input, out)
                 if not self._is_last(step.chunk):
                     self._send(out.detach(), "forward")
             else:
                 state = in_flight.pop(key)
-                backward(step.chunk, step == last[step.chunk], state.out, received)
+                backward(step.chunk, step == last_passes[step.chunk], state.out, pass_input)
                 if state.hidden_in is not None:
                     grad = state.hidden_in.grad
                     assert grad is not None, "a stage must pass a gradient on"
@@ -237,26 +237,26 @@ class Pipeline:
     def _make_input_receiver(
         self, passes: Sequence[Pass], batches: Sequence[Batch]
     ) -> "_InputReceiver":
-        needed: list[tuple[Direction, tuple[int, ...]] | None] = []
+        expected_inputs: list[tuple[Direction, tuple[int, ...]] | None] = []
         for step in passes:
             is_forward, chunk = step.kind == "forward", step.chunk
             receives_none = self._is_first(chunk) if is_forward else self._is_last(chunk)
             shape = (*batches[step.micro_batch].tokens_BT.shape, self._hidden_size)
-            needed.append(None if receives_none else (step.kind, shape))
-        return _InputReceiver(needed, self._receive, self._collectives)
+            expected_inputs.append(None if receives_none else (step.kind, shape))
+        return _InputReceiver(expected_inputs, self._receive, self._collectives)
 
-    def _receive(self, kind: Direction, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+    def _receive(self, direction: Direction, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-        source = self._previous if kind == "forward" else self._next
-        edge = self._previous if kind == "forward" else dist.get_rank()
-        return dist.irecv(buffer, source, self._edges[edge, kind]), buffer
+        source = self._previous if direction == "forward" else self._next
+        edge = self._previous if direction == "forward" else dist.get_rank()
+        return dist.irecv(buffer, source, self._edges[edge, direction]), buffer
 
-    def _send(self, tensor: torch.Tensor, kind: Direction) -> None:
-        wire = tensor.to(self._dtype).contiguous()
-        target = self._next if kind == "forward" else self._previous
-        edge = dist.get_rank() if kind == "forward" else self._previous
-        work = self._collectives.begin_send(wire, target, self._edges[edge, kind])
-        self._sending.append((work, wire))
+    def _send(self, tensor: torch.Tensor, direction: Direction) -> None:
+        message = tensor.to(self._dtype).contiguous()
+        target = self._next if direction == "forward" else self._previous
+        edge = dist.get_rank() if direction == "forward" else self._previous
+        work = self._collectives.begin_send(message, target, self._edges[edge, direction])
+        self._sending.append((work, message))
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
@@ -281,8 +281,8 @@ class _InputReceiver:
 
     def post_receives(self, last_step: int) -> None:
         for step in range(self._next, min(last_step + 1, len(self._needed))):
-            if (needed := self._needed[step]) is not None:
-                self._posted[step] = self._receive(*needed)
+            if (expected_input := self._needed[step]) is not None:
+                self._posted[step] = self._receive(*expected_input)
             self._next = step + 1
 
     def take(self, step: int) -> torch.Tensor | None:

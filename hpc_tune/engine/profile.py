@@ -48,8 +48,8 @@ class StepBreakdown:
     @property
     def idle_s(self) -> float:
         """The time that no other kind takes; 0 where kinds overlap."""
-        known = self.compute_s + self.messages_s + self.copies_s + self.data_s
-        return max(0.0, self.step_s - known)
+        accounted_s = self.compute_s + self.messages_s + self.copies_s + self.data_s
+        return max(0.0, self.step_s - accounted_s)
 
 
 class StepProfile:
@@ -115,7 +115,7 @@ class StepProfile:
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
         is_on_gpu = self._comm.device.type == "cuda"
         compute_s, copies_s = compute_and_copy_seconds(profiler.key_averages(), is_on_gpu)
-        own = StepBreakdown(
+        own_breakdown = StepBreakdown(
             world.rank,
             world.hostname,
             compute_s / count,
@@ -124,7 +124,7 @@ class StepProfile:
             self._data_s / count,
             self._step_s / count,
         )
-        breakdowns = self._comm.gather(own)
+        breakdowns = self._comm.gather(own_breakdown)
         first, last = self._steps[0], self._steps[-1]
         lines = [f"profile of steps {first} to {last}, seconds per step", *format_table(breakdowns)]
         if world.rank != 0:
@@ -171,7 +171,7 @@ def compute_and_copy_seconds(events: Iterable[Any], is_on_gpu: bool) -> tuple[fl
 
 def format_table(breakdowns: Sequence[StepBreakdown]) -> list[str]:
     """Return a header, a line per rank, and a line for each rank that the others wait for."""
-    width = max(len(shares.host) for shares in breakdowns) + 2
+    width = max(len(breakdown.host) for breakdown in breakdowns) + 2
     names = ("compute", "messages", "copies", "data", "idle", "step")
     lines = [f"{'rank':>5}  {'host':{width}}" + "".join(f"{name:>10}" for name in names)]
     for s in breakdowns:

@@ -47,8 +47,8 @@ class MlpPieces:
 
     def __init__(self, blocks: Iterable[nn.Module], settings: EngineSettings) -> None:
         """Replace the ``forward`` of each MLP in ``blocks``; with one piece it does as before."""
-        asked = settings.parallel.row_pieces
-        self.num_pieces = 1 if asked == "auto" else asked
+        row_pieces = settings.parallel.row_pieces
+        self.num_pieces = 1 if row_pieces == "auto" else row_pieces
         self._row_tokens = settings.row_tokens
         can_cut = not settings.train.compiles and settings.parallel.zero_stage != 3
         mlps = [mlp for block in blocks for mlp in find_mlps(block)] if can_cut else []
@@ -65,16 +65,16 @@ class MlpPieces:
 
     def memory_actions(self) -> dict[Action, ActionHandle]:
         """Return the lever that doubles the pieces, unless rows are short or of unknown length."""
-        asked = self.num_pieces
+        initial_pieces = self.num_pieces
 
         def double(times: int) -> str:
-            self.num_pieces = asked << times
+            self.num_pieces = initial_pieces << times
             return f"MLPs are computed in {self.num_pieces} pieces of a row"
 
-        most = (self._row_tokens // (MIN_PIECE_TOKENS * asked)).bit_length() - 1
-        if most < 1 or not self.has_mlps:
+        max_doublings = (self._row_tokens // (MIN_PIECE_TOKENS * initial_pieces)).bit_length() - 1
+        if max_doublings < 1 or not self.has_mlps:
             return {}
-        return {Action.USE_MORE_PIECES: ActionHandle(double, most)}
+        return {Action.USE_MORE_PIECES: ActionHandle(double, max_doublings)}
 
     def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
         forward_piece = _with_cast_cleanup(mlp, forward)
@@ -122,8 +122,8 @@ def _move_output_sum_to_mlp(mlp: nn.Module) -> None:
     What the MLP does after its last layer, such as scaling, is then done before the sum.
     """
     for layer in list(mlp.modules()):
-        if (of_layer := layer.__dict__.pop("output_sum", None)) is not None:
-            handle, sum_output = of_layer
+        if (output_sum := layer.__dict__.pop("output_sum", None)) is not None:
+            handle, sum_output = output_sum
             handle.remove()
             mlp.register_forward_hook(sum_output)
 
@@ -150,14 +150,14 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 def _consists_of_linears(module: nn.Module) -> bool:
     """Whether all weights belong to matrices, with or without adapters, or to norms."""
-    inside: set[nn.Module] = set()
+    matrix_parts: set[nn.Module] = set()
     num_matrices = 0
     for part in module.modules():
         is_matrix = isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
-        if part in inside:
+        if part in matrix_parts:
             continue
         if is_matrix or hasattr(part, "base_layer"):
-            inside |= set(part.modules())
+            matrix_parts |= set(part.modules())
             num_matrices += 1
         elif not _NORM_CLASS.search(type(part).__name__) and (part._parameters or part._buffers):
             return False
@@ -223,23 +223,23 @@ class _ForwardInPieces(torch.autograd.Function):
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             for start in range(0, x.shape[-2], ctx.piece_tokens):
-                where = -2, start, min(ctx.piece_tokens, x.shape[-2] - start)
-                piece = x.detach().narrow(*where).requires_grad_(grad_x is not None)
+                bounds = -2, start, min(ctx.piece_tokens, x.shape[-2] - start)
+                piece = x.detach().narrow(*bounds).requires_grad_(grad_x is not None)
                 inputs = [*([piece] if grad_x is not None else []), *ctx.weights]
                 grads = list(
                     torch.autograd.grad(
-                        ctx.forward_piece(piece), inputs, grad.narrow(*where), allow_unused=True
+                        ctx.forward_piece(piece), inputs, grad.narrow(*bounds), allow_unused=True
                     )
                 )
                 if grad_x is not None:
-                    grad_x.narrow(*where).copy_(grads.pop(0))
+                    grad_x.narrow(*bounds).copy_(grads.pop(0))
                 _add_in_fp32(sums, grads)
                 del grads
-        of_weights = (
+        grad_weights = (
             total if total is None else total.to(weight.dtype)
             for total, weight in zip(sums, ctx.weights, strict=True)
         )
-        return None, None, grad_x, *of_weights
+        return None, None, grad_x, *grad_weights
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
     slicer = _ParameterSlicer(axis)
     lm = built.module.causal_lm()
     decoder, plan = find_decoder(lm), read_tp_plan(built.config)
-    seen: set[nn.Module] = set()
+    hooked_parents: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
         style = find_tp_style(name, plan)
         if style == "replicated_with_grad_allreduce":
@@ -90,8 +90,8 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
                 module.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
                 continue
             parent = decoder.get_submodule(name.rpartition(".")[0])
-            if parent not in seen:
-                seen.add(parent)
+            if parent not in hooked_parents:
+                hooked_parents.add(parent)
                 parent.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
         elif style is not None:
             slicer.slice_rowwise(module, split=style == "rowwise_split_input")
@@ -100,9 +100,9 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
     if built.module.is_last_stage:
         slicer.slice_head(lm.get_output_embeddings())
         built.module.token_loss = functools.partial(_vocabulary_losses, axis)
-    named = list(built.module.named_parameters())
-    slices = {n: slicer.slices[p] for n, p in named if p in slicer.slices}
-    partial = frozenset(n for n, p in named if p.requires_grad and p in slicer.partial)
+    named_params = list(built.module.named_parameters())
+    slices = {n: slicer.slices[p] for n, p in named_params if p in slicer.slices}
+    partial = frozenset(n for n, p in named_params if p.requires_grad and p in slicer.partial)
     return dataclasses.replace(built, slices=slices), partial
 
 
@@ -153,18 +153,18 @@ class _ParameterSlicer:
         Gradients of the input and of the router weights that scale experts' outputs are partial
         sums too; the latter, few numbers, are summed in fp32 whatever dtype the model gives them.
         """
-        for stack, dim, parts in list_stack_slices(layer, config, path):
-            self._replace_by_slice(stack.owner, stack.name, dim, parts)
-            for sliced, whole, of_adapter in stack.list_adapter_slices(dim):
-                self._replace_by_slice(sliced, "weight", of_adapter, parts)
-                self.partial.add(whole.weight)
+        for stack, dim, num_parts in list_stack_slices(layer, config, path):
+            self._replace_by_slice(stack.owner, stack.name, dim, num_parts)
+            for sliced_layer, whole_layer, adapter_dim in stack.list_adapter_slices(dim):
+                self._replace_by_slice(sliced_layer, "weight", adapter_dim, num_parts)
+                self.partial.add(whole_layer.weight)
 
         def sum_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, *others = args
-            floats = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in others)
+            hidden, *other_args = args
+            floats = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in other_args)
             weights = (
                 _SumGradient.apply(a, self._axis, torch.float32) if is_float else a
-                for a, is_float in zip(others, floats, strict=True)
+                for a, is_float in zip(other_args, floats, strict=True)
             )
             return (_SumGradient.apply(hidden, self._axis), *weights)
 
@@ -174,17 +174,17 @@ class _ParameterSlicer:
     def slice_embedding(self, layer: Any) -> None:
         """Each rank holds the vectors of some tokens and returns zeros for all others."""
         self._replace_by_slice(layer, "weight", 0)
-        start, rows = self.slices[layer.weight].start, layer.weight.shape[0]
+        start, num_rows = self.slices[layer.weight].start, layer.weight.shape[0]
         padding = layer.padding_idx
         layer.padding_idx = (
-            padding - start if padding is not None and 0 <= padding - start < rows else None
+            padding - start if padding is not None and 0 <= padding - start < num_rows else None
         )
         lookup = layer.forward
 
         def forward(ids_BT: torch.Tensor) -> torch.Tensor:
             local_BT = ids_BT - start
-            is_local_BT = (local_BT >= 0) & (local_BT < rows)
-            vectors_BTD = lookup(local_BT.clamp(0, rows - 1)) * is_local_BT.unsqueeze(-1)
+            is_local_BT = (local_BT >= 0) & (local_BT < num_rows)
+            vectors_BTD = lookup(local_BT.clamp(0, num_rows - 1)) * is_local_BT.unsqueeze(-1)
             return _SumOutputs.apply(vectors_BTD, self._axis)  # type: ignore[no-any-return]
 
         layer.forward = forward
@@ -194,17 +194,17 @@ class _ParameterSlicer:
         self.slice_colwise(layer, gather=False)
         layer.first_token = self.slices[split_adapters(layer)[0].weight].start
 
-    def _replace_by_slice(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
+    def _replace_by_slice(self, owner: Any, name: str, dim: int, num_parts: int = 1) -> None:
         full = getattr(owner, name)
         if full is None:
             return
         if full not in self.slices and full not in self._cuts:
-            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim] // parts
+            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim] // num_parts
             start, stop = length * rank // size, length * (rank + 1) // size
-            local = full.detach().narrow(dim, 0, parts * (stop - start))
-            sliced = nn.Parameter(torch.empty_like(local), full.requires_grad)
-            self.slices[sliced] = Slice(dim, start, tuple(full.shape), parts)
-            self._cuts[full] = sliced
+            local = full.detach().narrow(dim, 0, num_parts * (stop - start))
+            sliced_param = nn.Parameter(torch.empty_like(local), full.requires_grad)
+            self.slices[sliced_param] = Slice(dim, start, tuple(full.shape), num_parts)
+            self._cuts[full] = sliced_param
         setattr(owner, name, self._cuts.get(full, full))
 
 

@@ -53,15 +53,15 @@ class GpuMemory:
         device = self._device
         stats: dict[str, Any] = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
-        others = max(0, total - free - stats["reserved_bytes.all.current"])
+        other_bytes = max(0, total - free - stats["reserved_bytes.all.current"])
         share = torch.cuda.get_per_process_memory_fraction(device)
         torch.cuda.reset_peak_memory_stats(device)
         return DeviceSample(
-            stats["allocated_bytes.all.peak"] + others,
-            min(total, int(share * total) + others),
+            stats["allocated_bytes.all.peak"] + other_bytes,
+            min(total, int(share * total) + other_bytes),
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.peak"],
-            others,
+            other_bytes,
             stats["num_alloc_retries"],
             stats["num_ooms"],
         )

@@ -128,8 +128,8 @@ def find_host_limit(
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
-    of_gpus, _ = read_total_and_free_bytes(find_gpu_meminfo(proc, devices))
-    limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - of_gpus, MACHINE_SOURCE))
+    gpu_bytes, _ = read_total_and_free_bytes(find_gpu_meminfo(proc, devices))
+    limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - gpu_bytes, MACHINE_SOURCE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     if configured_bytes is not None and configured_bytes < tightest.num_bytes:
         return HostLimit(configured_bytes, CONFIGURED_SOURCE, tightest.cgroup)
@@ -206,29 +206,29 @@ class HostUsage:
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         stat = _sum_fields(self._counted_keys, text)
         if self._group is None:
-            total, free_bytes = read_total_and_free_bytes(self._gpu_meminfo_files)
-            return self._total - total - (1024 * stat - free_bytes)
+            gpu_bytes, free_gpu_bytes = read_total_and_free_bytes(self._gpu_meminfo_files)
+            return self._total - gpu_bytes - (1024 * stat - free_gpu_bytes)
         # The ranks' own usage is exact too.
-        ranks = sum(anonymous for anonymous, _ in map(self._read_statm, self._statms))
+        ranks_bytes = sum(anonymous for anonymous, _ in map(self._read_statm, self._statms))
         if stat != self._last_sum:
-            self._last_sum, self._ranks_at_sum = stat, ranks
-        growth = ranks - self._ranks_at_sum
-        counted = max(ranks, stat + max(0, growth))
+            self._last_sum, self._ranks_at_sum = stat, ranks_bytes
+        growth = ranks_bytes - self._ranks_at_sum
+        counted_bytes = max(ranks_bytes, stat + max(0, growth))
         if self._charge_file is None:
-            return counted
+            return counted_bytes
         # Sums can lag in both directions, and can count memory twice that ranks allocate and free
         # ten times per second: the charge without page cache is an upper bound.
-        charged = int(os.pread(self._charge_file.fileno(), 128, 0))
-        kernel = (
+        charge = int(os.pread(self._charge_file.fileno(), 128, 0))
+        kernel_bytes = (
             0
             if self._kernel_usage_file is None
             else int(os.pread(self._kernel_usage_file.fileno(), 128, 0))
         )
-        most = charged - kernel - _sum_fields(self._uncounted_keys, text)
-        self._refresh_late_sum(self._group, charged - ranks, abs(most - stat - growth))
-        if charged > self._full_bytes - _MAX_SUM_LAG_BYTES:
-            return counted  # page cache is reclaimed for new memory: the charge says nothing
-        return max(ranks, min(counted, most))
+        max_bytes = charge - kernel_bytes - _sum_fields(self._uncounted_keys, text)
+        self._refresh_late_sum(self._group, charge - ranks_bytes, abs(max_bytes - stat - growth))
+        if charge > self._full_bytes - _MAX_SUM_LAG_BYTES:
+            return counted_bytes  # page cache is reclaimed for new memory: the charge says nothing
+        return max(ranks_bytes, min(counted_bytes, max_bytes))
 
     def _refresh_late_sum(self, group: Path, other_bytes: int, gap: int) -> None:
         """Make the kernel sum up ``group`` if its sum lags by a large ``gap`` (bytes), or is old.
@@ -422,8 +422,8 @@ def _sum_fields(keys: list[bytes], text: bytes) -> int:
     """Add up the numbers that follow ``keys``; each key begins and ends with white space."""
     total = 0
     for key in keys:
-        if (at := text.find(key)) >= 0:
-            total += int(text[at + len(key) :].split(None, 1)[0])
+        if (position := text.find(key)) >= 0:
+            total += int(text[position + len(key) :].split(None, 1)[0])
     return total
 
 
@@ -532,12 +532,12 @@ _FORCED_COLLECTION_THRESHOLD = 10 * _COLLECTION_THRESHOLD
 def defer_garbage_collection() -> Iterator[None]:
     """Leave garbage collection in the block to callers of ``is_garbage_collection_due``."""
     gc.collect()
-    before = gc.get_threshold()
+    previous_thresholds = gc.get_threshold()
     gc.set_threshold(_FORCED_COLLECTION_THRESHOLD)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*previous_thresholds)
 
 
 def is_garbage_collection_due() -> bool:

@@ -173,14 +173,14 @@ class MemoryMonitor:
         """Return the peaks since the last call; None when switched off."""
         if self.mode == "off":
             return None
-        host, self._peak_host = max(self._peak_host, self.used_bytes()), 0
-        own = own_bytes()
-        self._note_peak(own)
+        host_bytes, self._peak_host = max(self._peak_host, self.used_bytes()), 0
+        rank_bytes = own_bytes()
+        self._note_peak(rank_bytes)
         return MemorySample(
-            host,
+            host_bytes,
             self.limit.num_bytes,
             self.ranks_bytes(),
-            own,
+            rank_bytes,
             swapped_bytes(self.limit),
             shm_bytes(),
             memory_pressure(self.limit),
@@ -198,8 +198,8 @@ class MemoryMonitor:
             growth_bytes_per_step(self._peaks),
         )
         if (device := sample.device) is not None:
-            before = device.retries if self._retries is None else self._retries
-            self._recent_retries.append(device.retries > before)
+            previous_retries = device.retries if self._retries is None else self._retries
+            self._recent_retries.append(device.retries > previous_retries)
             self._retries = device.retries
             self._device_level = device_level(
                 self._device_level, device.used_bytes, device.limit_bytes, self._recent_retries
@@ -211,8 +211,8 @@ class MemoryMonitor:
 
         A tenth more is allowed, since predictions err, but nothing beyond where TIGHT begins.
         """
-        calm = free_bytes_below_level(0, self.limit.num_bytes, Level.TIGHT)
-        self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
+        calm_bytes = free_bytes_below_level(0, self.limit.num_bytes, Level.TIGHT)
+        self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm_bytes)
 
     def reset_growth(self) -> None:
         """Restart the growth estimate: an action has changed memory usage."""
@@ -222,8 +222,8 @@ class MemoryMonitor:
         """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
-        free = free_bytes_below_level(self.used_bytes(), self.limit.num_bytes)
-        return num_bytes <= free // len(self._pids)
+        free_bytes = free_bytes_below_level(self.used_bytes(), self.limit.num_bytes)
+        return num_bytes <= free_bytes // len(self._pids)
 
     def require_free_bytes(self, num_bytes: int) -> None:
         """Stop the run if ``num_bytes`` more on each rank of this node would leave too little free.
@@ -235,20 +235,20 @@ class MemoryMonitor:
             return
         usage_bytes, limit = self.used_bytes(), self.limit.num_bytes
         if usage_bytes + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
-            need = self.host_shortage(usage_bytes)
-            message = f"{need.words}; {format_bytes(num_bytes)} more on each rank would not fit"
-            stop_run(replace(need, words=message))
+            shortage = self.host_shortage(usage_bytes)
+            message = f"{shortage.words}; {format_bytes(num_bytes)} more on each rank would not fit"
+            stop_run(replace(shortage, words=message))
 
     def host_shortage(self, usage_bytes: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
-        had, num = self.limit.num_bytes, len(self._pids)
+        limit, num_ranks = self.limit.num_bytes, len(self._pids)
         message = (
-            f"host memory of {self._host}: {format_bytes(usage_bytes)} of {format_bytes(had)} "
+            f"host memory of {self._host}: {format_bytes(usage_bytes)} of {format_bytes(limit)} "
             f"({self.limit.source}) in use while {self._activity}, "
             f"{format_bytes(self.ranks_bytes())} of it by this job's "
-            f"{format_quantity(num, 'rank')} there"
+            f"{format_quantity(num_ranks, 'rank')} there"
         )
-        return MemoryShortage(usage_bytes, had, self._activity, self._rank, self._host, message)
+        return MemoryShortage(usage_bytes, limit, self._activity, self._rank, self._host, message)
 
     def device_shortage(self, sample: DeviceSample) -> MemoryShortage:
         """Return how much of its device's memory this rank needs and has."""
@@ -297,10 +297,10 @@ class MemoryMonitor:
         period_s = self._period_s
         while not self._stop.wait(period_s):
             # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
-            anonymous, mapped_bytes = self._usage.private_bytes()
+            anonymous_bytes, mapped_bytes = self._usage.private_bytes()
             usage_bytes, now_s = self.used_bytes(), time.monotonic()
             self._peak_host = max(self._peak_host, usage_bytes)
-            self._note_peak(anonymous)
+            self._note_peak(anonymous_bytes)
             is_near = usage_bytes > max(self._known_peak, _NEAR_LIMIT_SHARE * self.limit.num_bytes)
             period_s = _NEAR_LIMIT_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:
@@ -321,7 +321,7 @@ class MemoryMonitor:
         known_peak = max(self._known_peak, self._expected_peak)
         stop_run = self._stop_run  # once: close() may take it away meanwhile
         if stop_run is not None and must_stop_run(self._recent_samples, limit, known_peak):
-            need = self.host_shortage(usage_bytes)
-            message = f"{need.words}; the limit would have been reached within a second"
-            stop_run(replace(need, words=message))
+            shortage = self.host_shortage(usage_bytes)
+            message = f"{shortage.words}; the limit would have been reached within a second"
+            stop_run(replace(shortage, words=message))
             self._stop_run = None

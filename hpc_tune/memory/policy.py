@@ -178,11 +178,11 @@ def growth_bytes_per_step(peaks: Iterable[int]) -> float:
     The smaller of two medians: of the differences between neighbors, which ignores one jump (a
     longer batch), and of the slopes between all pairs (Theil and Sen), which ignores oscillation.
     """
-    last = list(enumerate(list(peaks)[-GROWTH_WINDOW_STEPS:]))
-    if len(last) < GROWTH_WINDOW_STEPS:
+    recent_peaks = list(enumerate(list(peaks)[-GROWTH_WINDOW_STEPS:]))
+    if len(recent_peaks) < GROWTH_WINDOW_STEPS:
         return 0.0
-    slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
-    between_neighbors = median(slope for apart, slope in slopes if apart == 1)
+    slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(recent_peaks, 2)]
+    between_neighbors = median(slope for distance, slope in slopes if distance == 1)
     return max(0.0, min(between_neighbors, median(slope for _, slope in slopes)))
 
 
@@ -195,10 +195,10 @@ def host_level(
 ) -> Level:
     """Return the level for a step's peak, given the level before and the growth per step."""
     share = used_bytes / limit
-    level = max(lev for lev, begins in shares.level_thresholds.items() if share >= begins)
-    kept = min(previous_level, max(shares.level_thresholds))
-    if kept > level and share >= shares.level_thresholds[kept] - shares.level_hysteresis:
-        level = kept
+    level = max(lev for lev, threshold in shares.level_thresholds.items() if share >= threshold)
+    old_level = min(previous_level, max(shares.level_thresholds))
+    if old_level > level and share >= shares.level_thresholds[old_level] - shares.level_hysteresis:
+        level = old_level
     if growth > 0 and share >= _MIN_FORECAST_SHARE:
         steps_left = (limit - reserved_bytes(limit) - used_bytes) / growth
         if steps_left < _STEPS_TO_SAFETY:
@@ -274,9 +274,9 @@ def next_actions_after_oom(
     They are ``taken_actions``, then all cheap actions and the next costly one among
     ``available_actions``, the actions that can save more memory.
     """
-    free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available_actions]
-    costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available_actions]
-    return (*taken_actions, *free, *costly[:1])
+    cheap_actions = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available_actions]
+    costly_actions = [a for a in _ACTIONS if a.level == Level.HIGH and a in available_actions]
+    return (*taken_actions, *cheap_actions, *costly_actions[:1])
 
 
 def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, known_peak: int) -> bool:
@@ -328,18 +328,18 @@ def free_bytes_below_level(used_bytes: int, limit: int, threshold_level: Level =
 
 
 def _undo_if_calm(policy_state: PolicyState) -> tuple[PolicyState, ActionDecision | None]:
-    calm = replace(
+    calm_state = replace(
         policy_state, is_trimmed=False, is_settling=False, calm_steps=policy_state.calm_steps + 1
     )
     if (
         len(policy_state.taken_actions) == policy_state.num_permanent
-        or calm.calm_steps < policy_state.patience
+        or calm_state.calm_steps < policy_state.patience
     ):
-        return calm, None
-    undone = replace(
-        calm,
+        return calm_state, None
+    undone_state = replace(
+        calm_state,
         taken_actions=policy_state.taken_actions[:-1],
         calm_steps=0,
         patience=min(2 * policy_state.patience, _MAX_CALM_STEPS),
     )
-    return undone, ActionDecision(policy_state.taken_actions[-1], "undo")
+    return undone_state, ActionDecision(policy_state.taken_actions[-1], "undo")

@@ -69,8 +69,8 @@ def add_adapters(
             another setting of tune does not fit the model.
     """
     model, kinds = language.model, (nn.Linear, _conv1d_class())
-    linear = sorted({_last_part(n) for n, m in model.named_modules() if isinstance(m, kinds)})
-    _require_known_targets(tune, model, linear)
+    linear_names = sorted({_last_part(n) for n, m in model.named_modules() if isinstance(m, kinds)})
+    _require_known_targets(tune, model, linear_names)
     _refuse_unreplaceable_linears(tune, model)
     targets = resolve_targets(model, tune)
     if tune.expert_rank and not targets.stacks:
@@ -82,13 +82,13 @@ def add_adapters(
             "it out"
         )
     try:
-        wrapped = _wrap_with_peft(
+        peft_model = _wrap_with_peft(
             model, replace(make_lora_config(tune, targets), modules_to_save=None)
         )
     except ValueError as error:
         raise ConfigError(
             f"tune.targets={tune.targets}: {first_line(error)} "
-            f"Linear layers of this model: {', '.join(linear)}"
+            f"Linear layers of this model: {', '.join(linear_names)}"
         ) from None
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
     _require_matching_patterns(tune, layers, targets.stacks)
@@ -96,26 +96,26 @@ def add_adapters(
         tune, {layer: language.names.whole_model_name(layer) for layer in layers}
     )
     _require_loadable_dora(tune, layers, directory)
-    transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
-    if transposed and tune.method != "lora":
+    is_transposed = any(getattr(module, "fan_in_fan_out", False) for module in peft_model.modules())
+    if is_transposed and tune.method != "lora":
         raise ConfigError(
             f"tune.method={tune.method}: this model keeps its weights transposed (Conv1D); use "
             "tune.method=lora or full"
         )
-    if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
+    if embeddings := [n for n, _ in peft_model.named_parameters() if "lora_embedding_A" in n]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: {adapted_layer(others[0])} is an embedding; "
+            f"tune.targets={tune.targets}: {adapted_layer(embeddings[0])} is an embedding; "
             "adapters are for linear layers"
         )
     if hasattr(model.get_output_embeddings(), "lora_A"):
         _require_adaptable_head(language, tune)
-    for parameter in wrapped.parameters():
+    for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_adapter_dtype(tune))
     make_modules_trainable(model, tune, language.is_tied, _adapter_dtype(tune), dtype)
     if tokens := token_ids(directory, tune.trainable_tokens):
         add_trainable_token_rows(model, tokens, language.is_tied, _adapter_dtype(tune))
-    return wrapped
+    return peft_model
 
 
 def _conv1d_class() -> type[nn.Module]:
@@ -134,10 +134,10 @@ def _wrap_with_peft(model: Any, config: Any) -> nn.Module:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it
         warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused later
-        wrapped: nn.Module = get_peft_model(
+        peft_model: nn.Module = get_peft_model(
             model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True
         )
-    return wrapped
+    return peft_model
 
 
 def _adapter_dtype(tune: TuneConfig) -> torch.dtype:
@@ -155,31 +155,33 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
     routers, stacks = find_routers(model), [path for path, _ in find_stacked_experts(model)]
-    special = list(find_unreplaceable_linears(model))
-    named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
-    adds_to_all = ALL_LINEAR_TARGET in named and tune.targets != ALL_LINEAR_TARGET
-    if not (stacks or routers or special or adds_to_all):
+    special_linears = list(find_unreplaceable_linears(model))
+    target_names = [tune.targets] if isinstance(tune.targets, str) else tune.targets
+    adds_to_all = ALL_LINEAR_TARGET in target_names and tune.targets != ALL_LINEAR_TARGET
+    if not (stacks or routers or special_linears or adds_to_all):
         return Targets(tune.targets)
-    modules = [name for name in named if name != ALL_LINEAR_TARGET]
-    if unstacked := [p for p in _find_unstacked_experts(model) if _ends_with_name(p, modules)]:
+    modules = [name for name in target_names if name != ALL_LINEAR_TARGET]
+    if bad_paths := [p for p in _find_unstacked_experts(model) if _ends_with_name(p, modules)]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: {unstacked[0]} cannot have adapters: its experts are "
+            f"tune.targets={tune.targets}: {bad_paths[0]} cannot have adapters: its experts are "
             "neither linear layers nor stacked in one tensor; leave them out, or use "
             "tune.method=full"
         )
-    adapted = tuple(path for path in stacks if _ends_with_name(path, modules))
-    bare = [path for path, router in routers.items() if _is_raw_weight_router(router)]
-    chosen = [path for path in bare if _ends_with_name(path, modules)]
-    rest = [n for n in modules if not any(_ends_with_name(path, [n]) for path in (*stacks, *bare))]
-    if ALL_LINEAR_TARGET in named:
-        rest += _find_linears_except(model, {*routers, *special})
-    if adapted:
+    adapted_stacks = tuple(path for path in stacks if _ends_with_name(path, modules))
+    raw_paths = [path for path, router in routers.items() if _is_raw_weight_router(router)]
+    chosen_routers = [path for path in raw_paths if _ends_with_name(path, modules)]
+    linear_names = [
+        n for n in modules if not any(_ends_with_name(path, [n]) for path in (*stacks, *raw_paths))
+    ]
+    if ALL_LINEAR_TARGET in target_names:
+        linear_names += _find_linears_except(model, {*routers, *special_linears})
+    if adapted_stacks:
         _check_expert_stack_settings(tune)
-    parameters = [name for path in adapted for name in list_stacked_tensors(model, path)]
-    parameters += [f"{path}.weight" for path in chosen]
-    chosen_each = num_experts_per_token(getattr(model, "config", None))
-    rank = tune.expert_rank or max(1, tune.rank // chosen_each)
-    return Targets(rest, tuple(parameters), adapted, rank, tuple(chosen))
+    parameters = [name for path in adapted_stacks for name in list_stacked_tensors(model, path)]
+    parameters += [f"{path}.weight" for path in chosen_routers]
+    experts_per_token = num_experts_per_token(getattr(model, "config", None))
+    rank = tune.expert_rank or max(1, tune.rank // experts_per_token)
+    return Targets(linear_names, tuple(parameters), adapted_stacks, rank, tuple(chosen_routers))
 
 
 def _ends_with_name(path: str, names: list[str]) -> bool:
@@ -189,12 +191,12 @@ def _ends_with_name(path: str, names: list[str]) -> bool:
 def _find_unstacked_experts(model: nn.Module) -> list[str]:
     """Return the paths of modules whose experts cannot have adapters, and of their parents."""
     stacks = {path for path, _ in find_stacked_experts(model)}
-    held = [
+    unstacked_modules = [
         (p, m)
         for p, m in find_expert_modules(model)
         if p not in stacks and not isinstance(m, nn.Linear)
     ]
-    return [path for p, _ in held for path in (p, p.rpartition(".")[0])]
+    return [path for p, _ in unstacked_modules for path in (p, p.rpartition(".")[0])]
 
 
 def _is_raw_weight_router(router: nn.Module) -> bool:
@@ -205,9 +207,9 @@ def _is_raw_weight_router(router: nn.Module) -> bool:
 
 def _refuse_unreplaceable_linears(tune: TuneConfig, model: nn.Module) -> None:
     """Refuse named targets among ``find_unreplaceable_linears``."""
-    named = [] if isinstance(tune.targets, str) else tune.targets
+    names = [] if isinstance(tune.targets, str) else tune.targets
     special = list(find_unreplaceable_linears(model))
-    if bad := [name for name in named if any(_ends_with_name(path, [name]) for path in special)]:
+    if bad := [name for name in names if any(_ends_with_name(path, [name]) for path in special)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {bad[0]} is not called like other linear layers: a "
             "fused kernel takes its weight, or its matmul is grouped, so its adapter would not be "
@@ -251,12 +253,12 @@ def keep_peft_target_names() -> Iterator[None]:
     except ImportError:  # a version before this conversion
         yield
         return
-    theirs = conversion.convert_peft_config_for_transformers
+    peft_converter = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
         yield
     finally:
-        conversion.convert_peft_config_for_transformers = theirs
+        conversion.convert_peft_config_for_transformers = peft_converter
 
 
 def find_peft_stack_names(directory: Path) -> set[str]:
@@ -272,10 +274,10 @@ def find_peft_stack_names(directory: Path) -> set[str]:
             from peft.utils import transformers_weight_conversion as conversion
         except ImportError:  # an older peft; who loads the adapter may have a newer one
             return names
-    asked = LoraConfig(target_modules=[*names])
-    like = SimpleNamespace(config=read_config(directory))
-    conversion.convert_peft_config_for_transformers(asked, like, None)
-    return names - {*asked.target_modules}
+    lora_config = LoraConfig(target_modules=[*names])
+    model_stub = SimpleNamespace(config=read_config(directory))
+    conversion.convert_peft_config_for_transformers(lora_config, model_stub, None)
+    return names - {*lora_config.target_modules}
 
 
 def _require_loadable_dora(tune: TuneConfig, layers: list[str], directory: Path) -> None:
@@ -283,15 +285,15 @@ def _require_loadable_dora(tune: TuneConfig, layers: list[str], directory: Path)
     names = {_last_part(layer) for layer in layers}
     if tune.method != "dora" or names.isdisjoint(EXPERT_LAYER_NAMES):
         return
-    taken = find_peft_stack_names(directory)
-    if lost := [layer for layer in layers if _last_part(layer) in taken]:
-        others = sorted(names - taken)
-        rest = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
+    stacks = find_peft_stack_names(directory)
+    if bad_layers := [layer for layer in layers if _last_part(layer) in stacks]:
+        others = sorted(names - stacks)
+        hint = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
         raise ConfigError(
             f"tune.method=dora with tune.targets={tune.targets}: peft could not load the adapter "
-            f"of {lost[0]}. In this kind of model it takes layers called "
-            f"{', '.join(sorted(names & taken))} for routed experts, for which it has no DoRA; "
-            f"use tune.method=lora{rest}"
+            f"of {bad_layers[0]}. In this kind of model it takes layers called "
+            f"{', '.join(sorted(names & stacks))} for routed experts, for which it has no DoRA; "
+            f"use tune.method=lora{hint}"
         )
 
 
@@ -316,23 +318,23 @@ def _require_adaptable_head(language: LanguageModel, tune: TuneConfig) -> None:
 
 def _require_known_targets(tune: TuneConfig, model: nn.Module, linear_names: list[str]) -> None:
     """Refuse a target that names no module; peft ignores such a target if another one matches."""
-    named = [] if isinstance(tune.targets, str) else tune.targets
+    target_names = [] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name, _ in model.named_modules()]
     unknown = [
         name
-        for name in named
+        for name in target_names
         if name != ALL_LINEAR_TARGET
         and not any(_ends_with_name(module, [name]) for module in modules)
     ]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], linear_names, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        suggestions = difflib.get_close_matches(unknown[0], linear_names, n=3)
+        hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else "."
         experts = _find_stack_names(model)
         # Files store experts one by one, under other names: w1, gate_proj.
-        routed = f"; its routed experts, as stacks: {', '.join(experts)}" if experts else ""
+        experts_note = f"; its routed experts, as stacks: {', '.join(experts)}" if experts else ""
         raise ConfigError(
             f"tune.targets={tune.targets}: no layer of this model is called "
-            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear_names)}{routed}"
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear_names)}{experts_note}"
         )
 
 
@@ -344,25 +346,25 @@ def _require_matching_patterns(
     tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]
 ) -> None:
     """Refuse a pattern that matches no adapted layer, and two for one layer: they have no order."""
-    plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
+    plain_layers = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
-        matched = ((key, path) for path in stacks for key in match_patterns(patterns, path))
-        if (of_experts := next(matched, None)) is not None:
+        stack_matches = ((key, path) for path in stacks for key in match_patterns(patterns, path))
+        if (stack_match := next(stack_matches, None)) is not None:
             raise ConfigError(
-                f"tune.{setting}: {' matches '.join(of_experts)}; the rank of experts is set by "
+                f"tune.{setting}: {' matches '.join(stack_match)}; the rank of experts is set by "
                 "tune.expert_rank, and they have the scale of the other adapters"
             )
-        found = {layer: match_patterns(patterns, layer) for layer in plain}
-        used = {key for keys in found.values() for key in keys}
-        if unused := [key for key in patterns if key not in used]:
+        keys_by_layer = {layer: match_patterns(patterns, layer) for layer in plain_layers}
+        used_keys = {key for keys in keys_by_layer.values() for key in keys}
+        if unused_keys := [key for key in patterns if key not in used_keys]:
             advice = "only experts have one, and their rank is tune.expert_rank"
-            if plain:
-                advice = f"such layers have paths like {', '.join(plain[:2])}"
+            if plain_layers:
+                advice = f"such layers have paths like {', '.join(plain_layers[:2])}"
             raise ConfigError(
-                f"tune.{setting}: {unused[0]} matches no layer with an adapter; {advice}"
+                f"tune.{setting}: {unused_keys[0]} matches no layer with an adapter; {advice}"
             )
-        for layer, keys in found.items():
+        for layer, keys in keys_by_layer.items():
             if len(keys) > 1:
                 raise ConfigError(
                     f"tune.{setting}: {' and '.join(keys)} both match {layer}; write them so that "
@@ -396,10 +398,10 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     if targets.stacks:
-        grown = targets.expert_rank / tune.rank
-        alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # for the same scale
-        stacked = [n for n in targets.parameters if n.rpartition(".")[0] in targets.stacks]
-        ranks, alphas = dict.fromkeys(stacked, targets.expert_rank), dict.fromkeys(stacked, alpha)
+        ratio = targets.expert_rank / tune.rank
+        alpha = tune.alpha * (math.sqrt(ratio) if tune.rslora else ratio)  # for the same scale
+        tensors = [n for n in targets.parameters if n.rpartition(".")[0] in targets.stacks]
+        ranks, alphas = dict.fromkeys(tensors, targets.expert_rank), dict.fromkeys(tensors, alpha)
     ranks |= _extend_patterns_to_weights(tune.rank_pattern, targets.raw_weight_layers)
     alphas |= _extend_patterns_to_weights(tune.alpha_pattern, targets.raw_weight_layers)
     return LoraConfig(
@@ -421,20 +423,20 @@ def _extend_patterns_to_weights(
     patterns: Mapping[str, Any], layers: Sequence[str]
 ) -> dict[str, Any]:
     """Make patterns also match the weights of ``layers``, by which peft identifies these layers."""
-    changed = {key for layer in layers for key in match_patterns(patterns, layer)}
-    before, behind = _WEIGHT_PATTERN_AFFIXES
+    changed_keys = {key for layer in layers for key in match_patterns(patterns, layer)}
+    prefix, suffix = _WEIGHT_PATTERN_AFFIXES
     return {
-        f"{before}{key.removesuffix('$')}{behind}" if key in changed else key: value
+        f"{prefix}{key.removesuffix('$')}{suffix}" if key in changed_keys else key: value
         for key, value in patterns.items()
     }
 
 
 def restore_layer_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
     """Undo ``_extend_patterns_to_weights`` in an adapter's patterns, and remove a final ``$``."""
-    before, behind = _WEIGHT_PATTERN_AFFIXES
+    prefix, suffix = _WEIGHT_PATTERN_AFFIXES
     return {
-        key.removeprefix(before).removesuffix(behind)
-        if key.endswith(behind)
+        key.removeprefix(prefix).removesuffix(suffix)
+        if key.endswith(suffix)
         else key.removesuffix("$"): value
         for key, value in patterns.items()
     }

@@ -92,22 +92,22 @@ def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
     (logits, weights, choices). If their function is neither softmax nor sigmoid, softmax if
     transformers has a loss for the family, else "".
     """
-    found: list[ScoreFunction | None] = []
+    functions: list[ScoreFunction | None] = []
 
     def hook(_module: nn.Module, _inputs: Any, out: Any) -> None:
-        found.append(_infer_score_function(*out) if _is_router_output(out) else None)
+        functions.append(_infer_score_function(*out) if _is_router_output(out) else None)
 
-    choosers = find_router_modules(model)
-    handles = [module.register_forward_hook(hook) for module in choosers.values()]
+    routers = find_router_modules(model)
+    handles = [module.register_forward_hook(hook) for module in routers.values()]
     try:
         with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
-    if len(found) != len(choosers) or len(set(found)) != 1 or found[0] is None:
+    if len(functions) != len(routers) or len(set(functions)) != 1 or functions[0] is None:
         return ""
-    return found[0] or _stock_score_function(model)
+    return functions[0] or _stock_score_function(model)
 
 
 def _is_router_output(out: Any) -> bool:
@@ -128,13 +128,13 @@ def _infer_score_function(
     logits_NE: torch.Tensor, weights_NK: torch.Tensor, expert_ids_NK: torch.Tensor
 ) -> ScoreFunction:
     """Return which scores the weights are multiples of, by a factor per token (K = 1: one)."""
-    own_NK = weights_NK.float()
+    fp32_weights_NK = weights_NK.float()
     scores: dict[ScoreFunction, torch.Tensor] = {
         "softmax": logits_NE.float().softmax(-1),
         "sigmoid": logits_NE.float().sigmoid(),
     }
     for name, scores_NE in scores.items():
-        factor_NK = own_NK / scores_NE.gather(1, expert_ids_NK.long())
+        factor_NK = fp32_weights_NK / scores_NE.gather(1, expert_ids_NK.long())
         mean = factor_NK.mean() if factor_NK.shape[1] == 1 else factor_NK.mean(1, keepdim=True)
         if ((factor_NK - mean).abs() <= _SCORE_TOLERANCE * mean.abs()).all():
             return name
@@ -149,8 +149,8 @@ def _stock_score_function(model: Any) -> ScoreFunction:
 
 def real_token_mask(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
     """Return a mask of a batch's tokens that are not padding, [B, T], without a device sync."""
-    num_rows, num_own = batch.tokens_BT.shape
-    shape = num_rows, num_own * (share.part.size if share else 1)
+    num_rows, num_local = batch.tokens_BT.shape
+    shape = num_rows, num_local * (share.part.size if share else 1)
     is_real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
     for index, padding in enumerate(batch.padding):
         if padding:
@@ -177,8 +177,8 @@ def _sum_counts_of_shared_rows(
     tokens_B, share = is_real_BT.sum(1), batch_context.batch.share
     if share is None:
         return counts_BE, tokens_B
-    both = share.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
-    return both[:, :-1], both[:, -1]
+    sums = share.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
+    return sums[:, :-1], sums[:, -1]
 
 
 def balance_loss(
@@ -202,8 +202,8 @@ def balance_loss(
         probs_BTE = probs_BTE / (probs_BTE.sum(-1, keepdim=True) + 1e-20)
     sums_BE = probs_BTE.masked_fill(~is_real_BT.unsqueeze(-1), 0.0).sum(1)
     tokens_B = (is_real_BT.sum(1) if tokens_B is None else tokens_B).clamp(min=1)
-    each = logits_NE.shape[1] / num_experts_per_token
-    return each * ((counts_BE * sums_BE).sum(1) / tokens_B).sum()
+    factor = logits_NE.shape[1] / num_experts_per_token
+    return factor * ((counts_BE * sums_BE).sum(1) / tokens_B).sum()
 
 
 def z_loss(logits_NE: torch.Tensor, is_real_BT: torch.Tensor) -> torch.Tensor:
@@ -243,11 +243,11 @@ class RouterWatch:
         for stage in stages if self._routers else ():
             stage.watch = self
             # By path: once an engine has partitioned parameters, their shapes show no experts.
-            held = dict(stage.named_modules())
+            modules = dict(stage.named_modules())
             for index, router in enumerate(self._routers):
-                if router.path in held:
+                if router.path in modules:
                     hook = functools.partial(self._handle_router_output, index)
-                    held[router.path].register_forward_hook(hook)
+                    modules[router.path].register_forward_hook(hook)
 
     def begin(self, scale: float) -> None:
         """Begin a step; its backward passes multiply the losses, summed over tokens, by ``scale``.
@@ -284,23 +284,23 @@ class RouterWatch:
         counts_BE = count_expert_tokens(expert_ids_NK, is_real_BT, logits_NE.shape[1])
         balance = z = None
         if self._balance_coefficient:
-            whole_BE, tokens_B = _sum_counts_of_shared_rows(counts_BE, is_real_BT)
+            row_counts_BE, tokens_B = _sum_counts_of_shared_rows(counts_BE, is_real_BT)
             num_experts_per_token = expert_ids_NK.shape[1]
             balance = balance_loss(
-                logits_NE, whole_BE, num_experts_per_token, is_real_BT, self._score, tokens_B
+                logits_NE, row_counts_BE, num_experts_per_token, is_real_BT, self._score, tokens_B
             )
         if self._z_coefficient:
             z = z_loss(logits_NE, is_real_BT)
         if self._is_first_pass and self._adds_counts:
             self._add_to_sums(index, counts_BE, balance, z)
-        learned = [
+        loss_terms = [
             c * t
             for c, t in ((self._balance_coefficient, balance), (self._z_coefficient, z))
             if t is not None
         ]
-        if not learned or not learned[0].requires_grad:
+        if not loss_terms or not loss_terms[0].requires_grad:
             return None
-        return logits_NE, _AttachRouterLoss.apply(weights_NK, sum(learned), self), expert_ids_NK
+        return logits_NE, _AttachRouterLoss.apply(weights_NK, sum(loss_terms), self), expert_ids_NK
 
     @torch.no_grad()
     def _add_to_sums(
@@ -310,9 +310,9 @@ class RouterWatch:
         balance: torch.Tensor | None,
         z: torch.Tensor | None,
     ) -> None:
-        for place, loss in enumerate((balance, z)):
+        for position, loss in enumerate((balance, z)):
             if loss is not None:
-                self.sums[place] += loss
+                self.sums[position] += loss
         start = _NUM_LOSSES + index * self._width
         self.sums[start : start + counts_BE.shape[1]] += counts_BE.sum(0)
 
@@ -351,9 +351,9 @@ def summarize_expert_load(routers: RouterSums | None, num_tokens: int) -> dict[s
     if routers is None:
         return None
     counts = routers.counts
-    largest = [max(row) * len(row) / total for row in counts if (total := sum(row))]
-    unused = sum(count == 0 for row in counts for count in row) / sum(map(len, counts))
+    max_loads = [max(row) * len(row) / total for row in counts if (total := sum(row))]
+    unused_share = sum(count == 0 for row in counts for count in row) / sum(map(len, counts))
     losses = {"aux_loss": routers.balance, "z_loss": routers.z}
-    return {"largest": max(largest, default=0.0), "unused": unused} | {
+    return {"largest": max(max_loads, default=0.0), "unused": unused_share} | {
         name: loss / max(1, num_tokens) for name, loss in losses.items() if loss
     }

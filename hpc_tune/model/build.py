@@ -138,8 +138,8 @@ class BuiltModel:
         """
         if self.init_index is not None and name in self.saved_names:
             return self.init_index, self.saved_names[name]
-        stored = self.base_names.get(name)
-        return None if stored is None else (self.index, stored)
+        stored_name = self.base_names.get(name)
+        return None if stored_name is None else (self.index, stored_name)
 
     def regions(
         self, name: str, parameter: torch.Tensor, values: torch.Tensor | None = None
@@ -151,19 +151,19 @@ class BuiltModel:
         """
         local, offset = local_region(parameter.detach())
         if values is not None:
-            own = local_region(values.detach())[0]
-            assert own.shape == local.shape, f"{name}: {own.shape} beside {local.shape}"
-            local = own
-        if (cut := self.slices.get(name)) is None:
+            new_local = local_region(values.detach())[0]
+            assert new_local.shape == local.shape, f"{name}: {new_local.shape} beside {local.shape}"
+            local = new_local
+        if (own_slice := self.slices.get(name)) is None:
             return [LocalRegion(local, offset, tuple(parameter.shape))]
-        dim, width = cut.dim, cut.full_shape[cut.dim] // cut.num_parts
+        dim, width = own_slice.dim, own_slice.full_shape[own_slice.dim] // own_slice.num_parts
         return [
             LocalRegion(
                 part,
-                (*offset[:dim], offset[dim] + cut.start + number * width, *offset[dim + 1 :]),
-                cut.full_shape,
+                (*offset[:dim], offset[dim] + own_slice.start + number * width, *offset[dim + 1 :]),
+                own_slice.full_shape,
             )
-            for number, part in enumerate(local.chunk(cut.num_parts, dim))
+            for number, part in enumerate(local.chunk(own_slice.num_parts, dim))
         ]
 
     @property
@@ -202,19 +202,19 @@ def build(
             tune.param_dtype is bf16 in an fp32 model, or positions cannot be scaled in this way.
     """
     _refuse_bf16_params_in_fp32(tune, dtype)
-    full = tune.method == "full"
-    base_dtype = DTYPES[tune.param_dtype] if full else dtype
+    is_full = tune.method == "full"
+    base_dtype = DTYPES[tune.param_dtype] if is_full else dtype
     language, dropout = _make_language_model(directory, base_dtype, weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
     uses_document_attention = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
-    keep_fp32(model, base_dtype, full)
+    keep_fp32(model, base_dtype, is_full)
     index = file_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     stored = _find_stored_names(directory, language, index, shapes, tied)  # before peft allocates
-    root: nn.Module = model if full else add_adapters(language, tune, dtype, directory)
+    root: nn.Module = model if is_full else add_adapters(language, tune, dtype, directory)
     module = LossModel(root, language.config, uses_document_attention).train()
     module.objective = make_objective(tune)
     base_names = {
@@ -225,8 +225,8 @@ def build(
     if tune.base_packing:
         pack_base(model, tune, dtype)
     used = {*base_names.values(), names.find_stored_name(f"{names.head}.weight", index) or ""}
-    trained = (name for name, p in module.named_parameters() if p.requires_grad)
-    saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
+    trained_names = (name for name, p in module.named_parameters() if p.requires_grad)
+    saved_names = {n: base_names[n] if is_full else _peft_name(n, names) for n in trained_names}
     return BuiltModel(
         module,
         language.config,
@@ -310,31 +310,31 @@ def _require_known_conversion(
     index: TensorIndex | ShapeIndex,
 ) -> None:
     """Refuse a model if transformers makes a missing tensor from stored ones in an unknown way."""
-    unfollowed = getattr(index, "unfollowed", {})
-    found = next(
-        (name for name in missing_names if names.whole_model_name(name) in unfollowed), None
+    operations = getattr(index, "unfollowed", {})
+    bad_name = next(
+        (name for name in missing_names if names.whole_model_name(name) in operations), None
     )
-    if found is not None:
+    if bad_name is not None:
         raise DataError(
-            f"{directory}: transformers makes {found} from tensors in these files by "
-            f"{unfollowed[names.whole_model_name(found)]}, which is not supported here, so this "
+            f"{directory}: transformers makes {bad_name} from tensors in these files by "
+            f"{operations[names.whole_model_name(bad_name)]}, which is not supported here, so this "
             "model cannot be read"
         )
 
 
 def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
     """Return advice if a tensor is stored with the name of a wrapper module before its own."""
-    found = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
-    if found is None:
+    match = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
+    if match is None:
         return ""
     return (
-        f". {found} is there: the model was saved inside a wrapper of torch.compile, DDP or peft; "
+        f". {match} is there: the model was saved inside a wrapper of torch.compile, DDP or peft; "
         "unwrap it and save it again"
     )
 
 
 def _peft_name(name: str, names: TensorNames) -> str:
     """Return the name under which peft saves a parameter of its adapter ``default``."""
-    inside = names.whole_model_name(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
-    plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
+    whole_name = names.whole_model_name(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
+    plain = whole_name.replace("_magnitude_vector.default.weight", "_magnitude_vector")
     return ADAPTER_PREFIX + plain.replace(".default", "")

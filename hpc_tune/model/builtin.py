@@ -65,12 +65,12 @@ def _write_model(directory: Path) -> None:
         dtype="float32",
     )
     tokenizer.save_pretrained(directory)
-    draw = np.random.Generator(np.random.Philox(TINY_SEED))
+    rng = np.random.Generator(np.random.Philox(TINY_SEED))
     weights = {
         name: (
             np.ones(shape, np.float32)
             if len(shape) == 1
-            else (0.02 * draw.standard_normal(shape, np.float32))
+            else (0.02 * rng.standard_normal(shape, np.float32))
         )
         for name, shape in _weight_shapes().items()
     }
@@ -81,8 +81,8 @@ def _write_model(directory: Path) -> None:
 
 
 def _weight_shapes() -> dict[str, tuple[int, ...]]:
-    hidden, wide = TINY_CONFIG["hidden_size"], TINY_CONFIG["intermediate_size"]
-    kv = hidden // TINY_CONFIG["num_attention_heads"] * TINY_CONFIG["num_key_value_heads"]
+    hidden, intermediate = TINY_CONFIG["hidden_size"], TINY_CONFIG["intermediate_size"]
+    kv_size = hidden // TINY_CONFIG["num_attention_heads"] * TINY_CONFIG["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (TINY_CONFIG["vocab_size"], hidden)
     }
@@ -90,12 +90,12 @@ def _weight_shapes() -> dict[str, tuple[int, ...]]:
         block = f"model.layers.{i}."
         shapes |= {
             block + "self_attn.q_proj.weight": (hidden, hidden),
-            block + "self_attn.k_proj.weight": (kv, hidden),
-            block + "self_attn.v_proj.weight": (kv, hidden),
+            block + "self_attn.k_proj.weight": (kv_size, hidden),
+            block + "self_attn.v_proj.weight": (kv_size, hidden),
             block + "self_attn.o_proj.weight": (hidden, hidden),
-            block + "mlp.gate_proj.weight": (wide, hidden),
-            block + "mlp.up_proj.weight": (wide, hidden),
-            block + "mlp.down_proj.weight": (hidden, wide),
+            block + "mlp.gate_proj.weight": (intermediate, hidden),
+            block + "mlp.up_proj.weight": (intermediate, hidden),
+            block + "mlp.down_proj.weight": (hidden, intermediate),
             block + "input_layernorm.weight": (hidden,),
             block + "post_attention_layernorm.weight": (hidden,),
         }

@@ -125,8 +125,8 @@ def resolve_model_directory(path: str) -> Path:
     name = path.removeprefix(SHAPE_PREFIX)
     names = model_shape_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3) or names
-        raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(near)}")
+        choices = difflib.get_close_matches(name, names, n=3) or names
+        raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(choices)}")
     return _shapes_directory() / name
 
 
@@ -135,8 +135,8 @@ def find_nearest_model_shape(path: str) -> str:
     name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
     size = re.search(r"\d+b", name)
     names = model_shape_names()
-    of_size = [shape for shape in names if size and shape.endswith(f"-{size[0]}")]
-    return SHAPE_PREFIX + difflib.get_close_matches(name, of_size or names, 1, cutoff=0)[0]
+    candidates = [shape for shape in names if size and shape.endswith(f"-{size[0]}")]
+    return SHAPE_PREFIX + difflib.get_close_matches(name, candidates or names, 1, cutoff=0)[0]
 
 
 def refuse_weightless_shape(path: str) -> None:

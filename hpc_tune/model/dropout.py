@@ -35,16 +35,16 @@ class RowDropout(nn.Module):
             return x
         rows, share = batch_context.batch.rows, batch_context.batch.share
         num_tokens = x.shape[:-1].numel() // len(rows) * (share.part.size if share else 1)
-        kept = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
-        for row, mask in zip(rows, kept, strict=True):
-            mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
+        mask = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
+        for row, row_mask in zip(rows, mask, strict=True):
+            row_mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
         if share:
-            kept = share.part.shard_to_rank(kept).clone()
-        kept = kept.reshape(*x.shape[:-1], -1)
+            mask = share.part.shard_to_rank(mask).clone()
+        mask = mask.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
-            kept = kept.chunk(self._num_slices, -1)[self._slice_index].contiguous()
-        return x * kept.div_(1 - self.p)
+            mask = mask.chunk(self._num_slices, -1)[self._slice_index].contiguous()
+        return x * mask.div_(1 - self.p)
 
 
 def row_generator(key: str, row: int, device: torch.device) -> torch.Generator:
@@ -67,14 +67,14 @@ def disable_dropout(config: Any) -> dict[str, float]:
 
     Such models draw their masks per micro-batch, so the loss would depend on the number of ranks.
     """
-    removed: dict[str, float] = {}
+    dropout_rates: dict[str, float] = {}
     for part in (config, getattr(config, "text_config", None)):
         for name, value in list(vars(part).items()) if part is not None else ():
             is_dropout = re.search("dropout|pdrop|layerdrop|drop_rate", name)
             if is_dropout and isinstance(value, float) and value > 0:
-                removed[name] = value
+                dropout_rates[name] = value
                 setattr(part, name, 0.0)
-    return removed
+    return dropout_rates
 
 
 # -- Noise on the embeddings of training (NEFTune, arXiv:2310.05914), whatever the layout.
@@ -99,8 +99,8 @@ class EmbeddingNoise:
         batch, share = batch_context.batch, batch_context.batch.share
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
-        num_rows, num_own, width = embeddings_BTD.shape
-        shape = num_rows, num_own * (share.part.size if share else 1), width
+        num_rows, num_local, width = embeddings_BTD.shape
+        shape = num_rows, num_local * (share.part.size if share else 1), width
         noise_BTD = torch.empty(shape, device=embeddings_BTD.device)
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))

@@ -35,15 +35,15 @@ def find_stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Names count too, since dense models also have 3-dimensional tensors (RWKV, RecurrentGemma).
     """
     for path, module in model.named_modules():
-        own = module.named_parameters(recurse=False)
-        if any(p.dim() == 3 and _STACK_PATH.search(f"{path}.{name}") for name, p in own):
+        params = module.named_parameters(recurse=False)
+        if any(p.dim() == 3 and _STACK_PATH.search(f"{path}.{name}") for name, p in params):
             yield path, module
 
 
 def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
     """Return the paths of the stacks in a module of ``find_stacked_experts``, in its order."""
-    own = model.get_submodule(path).named_parameters(recurse=False)
-    return [f"{path}.{name}" for name, parameter in own if parameter.dim() == 3]
+    params = model.get_submodule(path).named_parameters(recurse=False)
+    return [f"{path}.{name}" for name, parameter in params if parameter.dim() == 3]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
 
     peft wraps a module once for each tensor; the wrapper of the first tensor is the innermost.
     """
-    found = {}
+    stacks_by_layer = {}
     layouts = {True: "halves", False: "interleaved", None: "unknown"}
     for path, module in find_stacked_experts(model):
         names = list_stacked_tensors(model, path)
@@ -74,8 +74,8 @@ def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             shape = model.get_parameter(name).shape
-            found[layer] = AdaptedTensor(name, shape[0], is_transposed, layout)
-    return found
+            stacks_by_layer[layer] = AdaptedTensor(name, shape[0], is_transposed, layout)
+    return stacks_by_layer
 
 
 def has_experts(config: Any) -> bool:
@@ -140,14 +140,14 @@ def require_shardable_experts(model: Any, num_ranks: int) -> int:
     Raises:
         ConfigError: if ``num_ranks`` does not divide it.
     """
-    found = max_expert_parallel_size(model)
-    if found % num_ranks:
+    size = max_expert_parallel_size(model)
+    if size % num_ranks:
         raise ConfigError(
             f"parallel.expert={num_ranks}: the experts of a {model.config.model_type} model "
-            f"{f'need ranks that divide {found}' if found > 1 else 'cannot be split over ranks'}; "
+            f"{f'need ranks that divide {size}' if size > 1 else 'cannot be split over ranks'}; "
             "leave it out"
         )
-    return found
+    return size
 
 
 def disable_router_losses(config: Any) -> None:
@@ -170,8 +170,8 @@ def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold experts, with their paths; DBRX's experts are not stacks."""
     stacks = {path for path, _ in find_stacked_experts(model)}
     for path, module in model.named_modules():
-        own = module.named_parameters(recurse=False)
-        if path in stacks or (_EXPERTS_PATH.search(path) and any(p.dim() > 1 for _, p in own)):
+        params = module.named_parameters(recurse=False)
+        if path in stacks or (_EXPERTS_PATH.search(path) and any(p.dim() > 1 for _, p in params)):
             yield path, module
 
 
@@ -192,7 +192,7 @@ def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
     losses would depend on the number of ranks, and a resumed run would differ. The biases that
     correct a router's choice get no gradient: they become buffers and keep their values.
     """
-    removed: dict[str, float] = {}
+    removed_noise: dict[str, float] = {}
     for module in model.modules():
         for name in CORRECTION_BIASES & module._parameters.keys():
             values = module._parameters.pop(name)
@@ -204,8 +204,8 @@ def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
         if noise:
             module.training = False
             module.train = types.MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
-            removed |= noise
-    return removed
+            removed_noise |= noise
+    return removed_noise
 
 
 def _stay_in_eval(self: Any, mode: bool = True) -> Any:
@@ -220,18 +220,18 @@ def label_parameters_by_part(model: nn.Module) -> dict[nn.Parameter, str]:
     An adapter belongs to the part that it adapts.
     """
     roots = {path.replace(".base_layer", "") for path, _ in find_expert_modules(model)}
-    kinds = {}
+    labels = {}
     for name, parameter in model.named_parameters() if roots else ():
         path = name.replace(".base_layer", "")
         if any(path.startswith(f"{root}.") for root in roots):
-            kinds[parameter] = ROUTED_EXPERTS
+            labels[parameter] = ROUTED_EXPERTS
         elif _ROUTER_PATH.search(path):
-            kinds[parameter] = "routers"
+            labels[parameter] = "routers"
         elif _SHARED_EXPERT_PATH.search(path):
-            kinds[parameter] = "shared experts"
+            labels[parameter] = "shared experts"
         else:
-            kinds[parameter] = "attention" if "att" in path else OTHER_PARTS
-    return kinds
+            labels[parameter] = "attention" if "att" in path else OTHER_PARTS
+    return labels
 
 
 @contextlib.contextmanager
@@ -242,9 +242,9 @@ def loop_over_fp32_experts() -> Iterator[None]:
     """
     from transformers.integrations import moe
 
-    before = moe._can_use_grouped_mm
+    stock_check = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda x, *_: x.dtype == torch.bfloat16
     try:
         yield
     finally:
-        moe._can_use_grouped_mm = before
+        moe._can_use_grouped_mm = stock_check

@@ -42,15 +42,15 @@ def find_replaceable_layers(
     ``outputs_agree`` must hold for the results of its class's forward and of ``forward``. Layers of
     one class with the same plain attributes are tried once.
     """
-    tried: dict[tuple[Any, ...], bool] = {}
-    found = []
+    trial_results: dict[tuple[Any, ...], bool] = {}
+    layers = []
     for layer in (part for block in blocks for part in block.modules() if is_candidate(part)):
         key = type(layer), layer.training, *_plain_attributes(layer)
-        if key not in tried:
-            tried[key] = _computes_same_output(layer, make_trial, forward, outputs_agree)
-        if tried[key]:
-            found.append(layer)
-    return found
+        if key not in trial_results:
+            trial_results[key] = _computes_same_output(layer, make_trial, forward, outputs_agree)
+        if trial_results[key]:
+            layers.append(layer)
+    return layers
 
 
 def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
@@ -123,8 +123,8 @@ def _make_rms_norm_trial(module: Any, rng: torch.Generator) -> tuple[nn.Module, 
 
 def _outputs_agree(stock_out: torch.Tensor, new_out: torch.Tensor) -> bool:
     is_near = torch.allclose(stock_out.float(), new_out.float(), rtol=2e-2, atol=1e-6)
-    same = (stock_out == new_out).float().mean().item()
-    return stock_out.dtype == new_out.dtype and is_near and same >= _MIN_EQUAL_SHARE
+    equal_share = (stock_out == new_out).float().mean().item()
+    return stock_out.dtype == new_out.dtype and is_near and equal_share >= _MIN_EQUAL_SHARE
 
 
 def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -150,23 +150,23 @@ class _RmsNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x_fp32 = x.float()
         mean_square = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True).square_()
-        inverse = mean_square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
+        inverse_rms = mean_square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
         # Not in place on x_fp32: if x is in fp32, that is x itself.
-        return (x_fp32 * inverse).to(x.dtype).mul_(weight)
+        return (x_fp32 * inverse_rms).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight, inverse = ctx.saved_tensors
+        x, weight, inverse_rms = ctx.saved_tensors
         x_fp32, grad_weight = x.float(), None
         if ctx.needs_input_grad[1]:
-            normalized = (x_fp32 * inverse).to(x.dtype)
+            normalized = (x_fp32 * inverse_rms).to(x.dtype)
             grad_weight = (grad * normalized).flatten(0, -2).sum(0)
         # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalized values
-        by_norm = (grad * weight).float()
-        shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)
-        shared *= inverse**3 / x.shape[-1]
-        grad_x = by_norm.mul_(inverse).addcmul_(x_fp32, shared, value=-1)
+        grad_normalized = (grad * weight).float()
+        x_coefficient = torch.linalg.vecdot(grad_normalized, x_fp32).unsqueeze(-1)
+        x_coefficient *= inverse_rms**3 / x.shape[-1]
+        grad_x = grad_normalized.mul_(inverse_rms).addcmul_(x_fp32, x_coefficient, value=-1)
         return grad_x.to(x.dtype), grad_weight, None
 
 
@@ -247,18 +247,18 @@ def share_input_casts(blocks: Iterable[nn.Module]) -> int:
 
     Returns the number of modules with several fp32 linear layers. Without autocast nothing is cast.
     """
-    found = 0
+    num_modules = 0
     modules: Any = (part for block in blocks for part in block.modules())
     for module in modules:
         layers = [part for part in module.children() if _is_fp32_linear(part)]
         if len(layers) > 1:
-            shared = _SharedInputCasts(len(layers))
+            casts = _SharedInputCasts(len(layers))
             for layer in layers:
-                layer.register_forward_pre_hook(shared.cast)
-            module.register_forward_hook(shared.forget, always_call=True)
-            module.forget_casts = shared.forget  # for callers of ``forward``, which runs no hooks
-            found += 1
-    return found
+                layer.register_forward_pre_hook(casts.cast)
+            module.register_forward_hook(casts.forget, always_call=True)
+            module.forget_casts = casts.forget  # for callers of ``forward``, which runs no hooks
+            num_modules += 1
+    return num_modules
 
 
 def _is_fp32_linear(part: nn.Module) -> bool:
@@ -280,15 +280,15 @@ class _SharedInputCasts:
         x, device_type = args[0], args[0].device.type
         if x.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
             return args
-        _, left = self._casts.get(id(x), (x, []))
-        if not left:
+        _, unused_casts = self._casts.get(id(x), (x, []))
+        if not unused_casts:
             dtype = torch.get_autocast_dtype(device_type)
-            left = list(_CastToViews.apply(x, dtype, self._num_layers))
-            self._casts[id(x)] = x, left
-        cast = left.pop()
-        if not left:
+            unused_casts = list(_CastToViews.apply(x, dtype, self._num_layers))
+            self._casts[id(x)] = x, unused_casts
+        cast_x = unused_casts.pop()
+        if not unused_casts:
             del self._casts[id(x)]
-        return cast, *args[1:]
+        return cast_x, *args[1:]
 
     def forget(self, *_: Any) -> None:
         """Drop inputs that not all layers have been called with."""

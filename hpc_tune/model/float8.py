@@ -65,8 +65,8 @@ class Float8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; only x gets a gradient."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        given = x.to(self.compute_dtype)
-        out: torch.Tensor = _Float8Matmul.apply(self, given, self.weight, bias)
+        cast_x = x.to(self.compute_dtype)
+        out: torch.Tensor = _Float8Matmul.apply(self, cast_x, self.weight, bias)
         return out.to(x.dtype)
 
     def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,8 @@ class Float8Stack(nn.Module):
             DataError: as ``Float8Linear.fill`` does.
         """
         for i in range(len(local_tensor)):
-            at = (offset[0] + i,)
-            _fill_rows(local_tensor[i], at, 0, self.shape[2], index, stored_name, reserve)
+            matrix_index = (offset[0] + i,)
+            _fill_rows(local_tensor[i], matrix_index, 0, self.shape[2], index, stored_name, reserve)
 
 
 class Float8Rows:
@@ -209,8 +209,8 @@ def explain_missing_float8_matmuls(device: torch.device, dtype: torch.dtype) -> 
 def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
     """Return the error of float8 matmuls against fp32 ones of the same values, by the norm."""
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32))]
-    x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in given)
+    samples = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32))]
+    x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in samples)
     layer = Float8Linear(nn.Linear(64, 32, bias=False, device=device, dtype=dtype), dtype)
     layer.weight.data.copy_(pack_float8(w_OI))
     rows = quantize_float8_rows(x_NI)
@@ -221,10 +221,10 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
         _dequantize_rows(rows) @ values_OI.t(),
         _dequantize_rows(grads) @ (values_OI / scales_O1),
     )
-    found = layer.linear_output(rows, layer.weight), layer.input_gradient(grad_NO, layer.weight)
+    results = layer.linear_output(rows, layer.weight), layer.input_gradient(grad_NO, layer.weight)
     gaps = [
-        (mine.float() - whole).norm() / whole.norm()
-        for mine, whole in zip(found, exact, strict=True)
+        (result.float() - expected).norm() / expected.norm()
+        for result, expected in zip(results, exact, strict=True)
     ]
     return float(torch.stack(gaps).max())
 
@@ -232,8 +232,8 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
 def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
     """Quantize rows of values; return their bytes."""
     rows = quantize_float8_rows(values_OI.float())
-    num, width = values_OI.shape
-    packed_weight = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
+    num_rows, width = values_OI.shape
+    packed_weight = values_OI.new_zeros(num_rows, _row_bytes(width), dtype=torch.uint8)
     packed_weight[:, :width] = rows.codes.view(torch.uint8)
     packed_weight[:, -_SCALE_BYTES:].view(torch.float32).copy_(
         rows.scales.expand(-1, _SCALE_BYTES // 4)
@@ -329,13 +329,13 @@ def _fill_rows(
     """Fill ``local_tensor`` with rows from ``start`` on of a stack's matrix ``matrix_index``."""
     step = max(1, PIECE_BYTES // (4 * width))
     for first in range(0, len(local_tensor), step):
-        rows = min(step, len(local_tensor) - first)
-        piece = torch.empty((*(1 for _ in matrix_index), rows, width), dtype=torch.float32)
-        at = (*matrix_index, start + first, 0)
-        index.fill(piece, stored_name, at, reserve)
-        index.require_finite(piece, stored_name, at)
-        local_tensor[first : first + rows].copy_(
-            pack_float8(piece.view(rows, width).to(local_tensor.device))
+        num_rows = min(step, len(local_tensor) - first)
+        piece = torch.empty((*(1 for _ in matrix_index), num_rows, width), dtype=torch.float32)
+        offset = (*matrix_index, start + first, 0)
+        index.fill(piece, stored_name, offset, reserve)
+        index.require_finite(piece, stored_name, offset)
+        local_tensor[first : first + num_rows].copy_(
+            pack_float8(piece.view(num_rows, width).to(local_tensor.device))
         )
 
 
@@ -352,17 +352,17 @@ def check_float8(device: torch.device) -> None:
     Raises:
         ConfigError: if they cannot, with what to do.
     """
-    instead = "set train.float8=false (model.dtype=bf16 is the fastest that it can do)"
-    needs = (
+    advice = "set train.float8=false (model.dtype=bf16 is the fastest that it can do)"
+    requirement = (
         "train.float8=true needs a GPU with float8 matmuls (NVIDIA's H100, L40, RTX 40 or later, "
         "AMD's MI300 or later)"
     )
     architecture = find_architecture(device)
     if architecture is None:
-        raise ConfigError(f"{needs}, and this rank computes on {device}; {instead}")
+        raise ConfigError(f"{requirement}, and this rank computes on {device}; {advice}")
     if not architecture.has_float8:
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"{needs}; {name} has {architecture}; {instead}")
+        raise ConfigError(f"{requirement}; {name} has {architecture}; {advice}")
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:

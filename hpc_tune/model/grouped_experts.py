@@ -44,22 +44,22 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     """
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
-    replaced = 0
+    num_replaced = 0
     for experts in filter(can_group_experts, parts):
-        mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
-        if not mine.keys() <= {*stack_names(experts)}:
+        wrappers_by_name = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
+        if not wrappers_by_name.keys() <= {*stack_names(experts)}:
             continue
         # Not as submodules: the wrappers are around the experts.
         experts.__dict__[_WRAPPERS_ATTRIBUTE] = tuple(
-            mine.get(name) for name in stack_names(experts)
+            wrappers_by_name.get(name) for name in stack_names(experts)
         )
         experts.forward = types.MethodType(_experts_forward, experts)
         if compiled:
             experts.forward = torch.compiler.disable(experts.forward)
-        for wrapper in mine.values():
+        for wrapper in wrappers_by_name.values():
             wrapper.forward = types.MethodType(_call_base, wrapper)
-        replaced += 1
-    return replaced
+        num_replaced += 1
+    return num_replaced
 
 
 def can_group_experts(part: Any) -> bool:
@@ -105,13 +105,13 @@ class _ExpertLayer:
 
     def lora_factors(self) -> list[torch.Tensor | None]:
         """Return A and B of both stacks in peft's layout."""
-        found: list[torch.Tensor | None] = []
-        for one in self.wrappers:
-            if one is None:
-                found += [None, None]
+        factors: list[torch.Tensor | None] = []
+        for wrapper in self.wrappers:
+            if wrapper is None:
+                factors += [None, None]
             else:
-                found += [one.lora_A["default"].weight, one.lora_B["default"].weight]
-        return found
+                factors += [wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight]
+        return factors
 
     def weights(self) -> list[torch.Tensor | None]:
         """Return stacks, biases and LoRA factors in the order that ``make_matmul`` takes."""
@@ -200,10 +200,10 @@ class _ExpertMatmul:
         if self.adapter is None:
             return out_SO, None
         low_rank_SR = rows.multiply_by_expert(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
-        more_SO = rows.multiply_by_expert(low_rank_SR, self.adapter.b_ERO)
+        adapter_SO = rows.multiply_by_expert(low_rank_SR, self.adapter.b_ERO)
         # Selective recompute keeps the result of W, which must not be changed in place then.
         is_traced = _get_current_dispatch_mode() is not None
-        sum_SO = torch.add(out_SO, more_SO) if is_traced else out_SO.add_(more_SO)
+        sum_SO = torch.add(out_SO, adapter_SO) if is_traced else out_SO.add_(adapter_SO)
         return sum_SO.to(x_SI.dtype), low_rank_SR
 
     def backward(
@@ -271,17 +271,17 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         del up, x_SI
         down = layer.make_matmul(1, weights, dtype)
         y_SO, low_down_SR = down.forward(layer.apply_gate(h_SM), rows)
-        kept = (x_TI, weights_TK, rows.ends_E, rows.rows_TK, h_SM, low_up_SR, low_down_SR)
-        ctx.save_for_backward(*kept, *weights)
+        saved_tensors = (x_TI, weights_TK, rows.ends_E, rows.rows_TK, h_SM, low_up_SR, low_down_SR)
+        ctx.save_for_backward(*saved_tensors, *weights)
         return rows.sum_by_token(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:  # type: ignore[override]
-        x_TI, weights_TK, ends_E, places_TK, h_SM, low_up_SR, low_down_SR, *weights = (
+        x_TI, weights_TK, ends_E, rows_TK, h_SM, low_up_SR, low_down_SR, *weights = (
             ctx.saved_tensors
         )
         is_trained, is_transposed = ctx.needs_input_grad[4:], ctx.layer.experts.is_transposed
-        rows, dtype = SortedRows(ends_E, places_TK, len(h_SM)), h_SM.dtype
+        rows, dtype = SortedRows(ends_E, rows_TK, len(h_SM)), h_SM.dtype
         token_S = rows.tokens()
         with torch.enable_grad():
             h_SM = h_SM.detach().requires_grad_()
@@ -312,12 +312,12 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         if is_trained[2]:
             grads[2] = rows.sums_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
         grad_TI = rows.sum_by_token(grad_SI).to(ctx.x_dtype)
-        grad_TK = grad_weight_S[places_TK].to(weights_TK.dtype)
-        cast = [
+        grad_TK = grad_weight_S[rows_TK].to(weights_TK.dtype)
+        cast_grads = [
             None if grad is None else grad.to(weight.dtype)
             for grad, weight in zip(grads, weights, strict=True)
         ]
-        return None, grad_TI, None, grad_TK, *cast
+        return None, grad_TI, None, grad_TK, *cast_grads
 
 
 def _autocast_dtype(

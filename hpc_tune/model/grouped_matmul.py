@@ -96,37 +96,37 @@ def has_grouped_matmul(
 ) -> bool:
     """Whether torch has a grouped matmul for these tensors; in traces only for bf16."""
     is_traced = isinstance(x, FakeTensor)
-    is_bound = (
+    needs_alignment = (
         x.device.type == "cpu" and not torch_versions.GROUPED_MM_TAKES_ANY_ADDRESS and not is_traced
     )
-    if is_bound and any(
+    if needs_alignment and any(
         part.data_ptr() % ROW_ALIGNMENT_BYTES for part in (x, weight_EIO, *other_tensors)
     ):
         return False
     dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
-    each = ROW_ALIGNMENT_BYTES // x.dtype.itemsize
-    return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])
+    alignment = ROW_ALIGNMENT_BYTES // x.dtype.itemsize
+    return x.dtype in dtypes and not any(width % alignment for width in weight_EIO.shape[1:])
 
 
 @functools.cache
 def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     """Return and log why the kernel must not be used in ``dtype`` on this device; "" if it may."""
-    most = MAX_ERROR_IN_EPS * torch.finfo(dtype).eps
+    max_gap = MAX_ERROR_IN_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_kernel_with_loop(device, dtype)
     except (RuntimeError, TypeError, ValueError) as error:  # or its interface differs
-        why = f"torch's grouped matmul fails here ({first_line(error)})"
+        reason = f"torch's grouped matmul fails here ({first_line(error)})"
     else:
-        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
-        if not wrong:
+        large_gaps = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= max_gap]
+        if not large_gaps:
             return ""
         name = str(dtype).removeprefix("torch.")
-        why = (
+        reason = (
             f"torch's grouped matmul is wrong here: it differs from a loop over experts in "
-            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
+            f"{', '.join(large_gaps)} of the norm, where rounding to {name} explains {max_gap:.1e}"
         )
-    log.warning("experts are computed in a loop: %s", why)
-    return why
+    log.warning("experts are computed in a loop: %s", reason)
+    return reason
 
 
 def compare_kernel_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -136,14 +136,14 @@ def compare_kernel_with_loop(device: torch.device, dtype: torch.dtype) -> dict[s
     """
     generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS_PER_EXPERT
     ends_E = torch.tensor(counts).cumsum(0).int().to(device)
-    rows, experts = sum(counts), len(counts)
+    num_rows, num_experts = sum(counts), len(counts)
 
     def draw_values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x_SI, grad_SR = draw_values(rows, _CHECKED_WIDTH), draw_values(rows, _CHECKED_RANK)
-    down_EIR = draw_values(experts, _CHECKED_WIDTH, _CHECKED_RANK)
-    up_ERI = draw_values(experts, _CHECKED_RANK, _CHECKED_WIDTH)
+    x_SI, grad_SR = draw_values(num_rows, _CHECKED_WIDTH), draw_values(num_rows, _CHECKED_RANK)
+    down_EIR = draw_values(num_experts, _CHECKED_WIDTH, _CHECKED_RANK)
+    up_ERI = draw_values(num_experts, _CHECKED_RANK, _CHECKED_WIDTH)
 
     def run_in_nan_memory(
         out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]
@@ -152,9 +152,9 @@ def compare_kernel_with_loop(device: torch.device, dtype: torch.dtype) -> dict[s
         del no_numbers  # the allocator gives this memory to the result, of the same size
         return product()
 
-    narrow, up_EIR = (rows, _CHECKED_RANK), up_ERI.transpose(1, 2)
+    narrow, up_EIR = (num_rows, _CHECKED_RANK), up_ERI.transpose(1, 2)
     with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        found = [
+        results = [
             run_in_nan_memory(
                 narrow, lambda: torch_versions.grouped_mm(x_SI, down_EIR, offs=ends_E)
             ),
@@ -162,15 +162,15 @@ def compare_kernel_with_loop(device: torch.device, dtype: torch.dtype) -> dict[s
             run_in_nan_memory(up_ERI.shape, lambda: _gradient_by_kernel(grad_SR, x_SI, ends_E)),
         ]
         x_by_E, grad_by_E = x_SI.double().split(counts), grad_SR.double().split(counts)
-        wanted = [
+        references = [
             torch.cat([x @ w for x, w in zip(x_by_E, down_EIR.double(), strict=True)]),
             torch.cat([x @ w for x, w in zip(x_by_E, up_EIR.double(), strict=True)]),
             torch.stack([grad.t() @ x for grad, x in zip(grad_by_E, x_by_E, strict=True)]),
         ]
     names = ("its result", "its result with transposed weights", "the gradient of weights")
     return {
-        name: float((one.double() - true).norm() / true.norm())
-        for name, one, true in zip(names, found, wanted, strict=True)
+        name: float((result.double() - reference).norm() / reference.norm())
+        for name, result, reference in zip(names, results, references, strict=True)
     }
 
 
@@ -183,8 +183,8 @@ def _matmul_by_kernel(
         return out_SO
     out_SO = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
     for begin, end in pieces:
-        within_E = _clip_ends(ends_E, begin, end)
-        out_SO[begin:end] = torch_versions.grouped_mm(x_SI[begin:end], weight_EIO, offs=within_E)
+        clipped_E = _clip_ends(ends_E, begin, end)
+        out_SO[begin:end] = torch_versions.grouped_mm(x_SI[begin:end], weight_EIO, offs=clipped_E)
     return out_SO
 
 
@@ -196,8 +196,8 @@ def _gradient_by_kernel(
         return _gradient_of_piece(low_rank_SR, features_SN, ends_E)
     out_ERN: torch.Tensor | None = None
     for begin, end in pieces:
-        within_E = _clip_ends(ends_E, begin, end)
-        piece_ERN = _gradient_of_piece(low_rank_SR[begin:end], features_SN[begin:end], within_E)
+        clipped_E = _clip_ends(ends_E, begin, end)
+        piece_ERN = _gradient_of_piece(low_rank_SR[begin:end], features_SN[begin:end], clipped_E)
         out_ERN = piece_ERN if out_ERN is None else out_ERN.add_(piece_ERN)
     assert out_ERN is not None
     return out_ERN
@@ -216,8 +216,8 @@ def _gradient_of_piece(
 def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
     """Return begin and end of ranges of rows, ``width`` values each, that the kernel can take."""
     rows = len(x)
-    most = max(1, _max_kernel_values(x) // width)
-    return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
+    max_rows = max(1, _max_kernel_values(x) // width)
+    return [(begin, min(begin + max_rows, rows)) for begin in range(0, rows, max_rows)] or [(0, 0)]
 
 
 def _clip_ends(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -273,9 +273,9 @@ class SortedRows:
         if _needs_padding(index_TK, dtype):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
             padded_E = torch.tensor([num_padded_rows(count) for count in counts_E.tolist()])
-            more_E = (padded_E - counts_E).cumsum(0)
-            sorted_S += (more_E - padded_E + counts_E)[expert_S]
-            ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
+            cum_padding_E = (padded_E - counts_E).cumsum(0)
+            sorted_S += (cum_padding_E - padded_E + counts_E)[expert_S]
+            ends_E, num_rows = (ends_E + cum_padding_E).int(), num_rows + int(cum_padding_E[-1])
         elif isinstance(index_TK, FakeTensor) and dtype.itemsize == 2:
             num_rows += num_padding_rows_in_trace(num_rows, num_experts)
         positions_S = torch.empty_like(order_S)
@@ -331,9 +331,9 @@ class SortedRows:
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of each expert's rows times their weights, in the shape of a bias."""
-        wide = ROW_ALIGNMENT_BYTES // y_SO.dtype.itemsize
-        weight_SR = weight_S.view(-1, 1).repeat(1, wide)
-        like_ERO = bias_EO.unsqueeze(1).expand(-1, wide, -1)
+        num_columns = ROW_ALIGNMENT_BYTES // y_SO.dtype.itemsize
+        weight_SR = weight_S.view(-1, 1).repeat(1, num_columns)
+        like_ERO = bias_EO.unsqueeze(1).expand(-1, num_columns, -1)
         return self.weight_gradient(weight_SR, y_SO, like_ERO)[:, 0]
 
 

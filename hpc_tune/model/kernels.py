@@ -63,10 +63,10 @@ class Kernels:
         attention += f" by {self.flash}" if self.flash else ""
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
-        why = f": {self.mask_reason}" if self.mask_reason else ""
+        reason = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
         slow = f", experts in a loop: {self.expert_loop_reason}" if self.expert_loop_reason else ""
-        return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
+        return f"attention {attention}{reason}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
 def choose_kernels(
@@ -114,24 +114,24 @@ def choose_model_kernels(
     has_windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
         return choose_kernels(device.type, compiled, has_windows, mask_reason)
-    why = mask_reason or _explain_unsupported_heads(config, dtype)
+    reason = mask_reason or _explain_unsupported_heads(config, dtype)
     window_mask_reason, flash = "", ""
-    if not why and device is not None:
+    if not reason and device is not None:
         architecture = find_architecture(device)
         if architecture is not None and not architecture.has_varlen_attention:
-            why = f"torch has no such kernel for a GPU of {architecture}"
+            reason = f"torch has no such kernel for a GPU of {architecture}"
         else:
-            tried = (device, dtype, _head_size(config), _queries_per_key(config))
-            why = varlen_attention.varlen_kernel_fault(*tried)
-            if has_windows and not why:
+            kernel_args = (device, dtype, _head_size(config), _queries_per_key(config))
+            reason = varlen_attention.varlen_kernel_fault(*kernel_args)
+            if has_windows and not reason:
                 window_mask_reason = varlen_attention.varlen_kernel_fault(
-                    *tried, window=_CHECKED_WINDOW_TOKENS
+                    *kernel_args, window=_CHECKED_WINDOW_TOKENS
                 )
-            if not why and architecture is not None and architecture.capability is not None:
+            if not reason and architecture is not None and architecture.capability is not None:
                 window = _CHECKED_WINDOW_TOKENS if has_windows and not window_mask_reason else None
-                flash = varlen_attention.use_flash_attention(*tried, window)
+                flash = varlen_attention.use_flash_attention(*kernel_args, window)
     return replace(
-        choose_kernels("cuda", compiled, has_windows, why, window_mask_reason), flash=flash
+        choose_kernels("cuda", compiled, has_windows, reason, window_mask_reason), flash=flash
     )
 
 
@@ -142,8 +142,8 @@ def partial_document_fault(config: Any, dtype: torch.dtype, device: torch.device
     """
     if device.type != "cuda" or _explain_unsupported_heads(config, dtype):
         return ""
-    tried = device, dtype, _head_size(config), _queries_per_key(config)
-    return varlen_attention.varlen_kernel_fault(*tried, queries_are_partial=True)
+    kernel_args = device, dtype, _head_size(config), _queries_per_key(config)
+    return varlen_attention.varlen_kernel_fault(*kernel_args, queries_are_partial=True)
 
 
 def _queries_per_key(config: Any) -> int:
@@ -156,11 +156,11 @@ def explain_expert_loop(dtype: torch.dtype, device: torch.device) -> str:
     architecture = find_architecture(device)
     if architecture is None or (dtype == torch.bfloat16 and architecture.has_grouped_mm()):
         return ""
-    where = "from compute capability 9.0 on"
+    condition = "from compute capability 9.0 on"
     if architecture.gfx:
-        where = "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950"
+        condition = "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950"
     name = str(dtype).removeprefix("torch.")
-    return f"torch has grouped matmuls in bfloat16 {where}, this is {name} on {architecture}"
+    return f"torch has grouped matmuls in bfloat16 {condition}, this is {name} on {architecture}"
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -175,8 +175,8 @@ def layer_windows(config: Any) -> list[int | None]:
 def _explain_unsupported_heads(config: Any, dtype: torch.dtype) -> str:
     """Return why the variable-length kernel does not take a model's heads; "" if it does."""
     if dtype not in DTYPES:
-        found = str(dtype).removeprefix("torch.")
-        return f"the kernel takes bfloat16 and float16, not {found}"
+        dtype_name = str(dtype).removeprefix("torch.")
+        return f"the kernel takes bfloat16 and float16, not {dtype_name}"
     if not isinstance(value_shared_by_layers(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
@@ -188,9 +188,11 @@ def _explain_unsupported_heads(config: Any, dtype: torch.dtype) -> str:
 def _head_size(config: Any) -> int:
     """Return the size of a head: the larger one, if values differ from queries and keys."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    without, with_position, of_values = (getattr(config, name, None) or 0 for name in names)
-    plain = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(max(without + with_position, of_values) or plain)
+    nope_dim, rope_dim, value_dim = (getattr(config, name, None) or 0 for name in names)
+    default_dim = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return int(max(nope_dim + rope_dim, value_dim) or default_dim)
 
 
 # -- TF32: GPUs multiply fp32 matrices faster with 10 bits of each factor's mantissa instead of 23.

@@ -46,9 +46,9 @@ _CONSTANT_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bia
 def require_model_directory(directory: Path) -> None:
     """Raise a DataError that says what to do if there is no such directory."""
     if not directory.is_dir():
-        seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
+        location = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
-            f"model.path={directory}: no such directory{seen_from}"
+            f"model.path={directory}: no such directory{location}"
             f"{missing_snapshot_hint(str(directory), 'model')}. It must be a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json); models are not "
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
@@ -57,8 +57,8 @@ def require_model_directory(directory: Path) -> None:
     config = directory / "config.json"
     if not config.is_file() and (advice := advise_on_snapshots(directory, "model.path")):
         raise DataError(advice)
-    if why := explain_pointer_file(config):
-        raise DataError(why)
+    if reason := explain_pointer_file(config):
+        raise DataError(reason)
 
 
 def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
@@ -86,8 +86,8 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
             )
     except Exception as error:  # transformers' classes raise anything for odd values
         refuse_remote_code(directory, "config.json", error)
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{directory}/config.json cannot be used: {why}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{directory}/config.json cannot be used: {reason}") from None
     refuse_hub_kernels(directory)
     if rope_scaling is not None:
         config = apply_rope_scaling(config, read_config_json(directory), rope_scaling)
@@ -125,22 +125,22 @@ def advise_rope_scaling(
     ``current_scaling``: the current model.rope_scaling; its factor is raised if it is a ratio of
     lengths.
     """
-    trained = position_limit(read_language_config(directory), None)
+    trained_length = position_limit(read_language_config(directory), None)
     current = current_scaling or {}
     # llama3's factor is not a ratio of lengths.
     is_raised = "factor" in current and current["rope_type"] != "llama3"
     if is_raised:
-        trained = current.get(ORIGINAL_LENGTH_KEY, trained)
-    if not trained:
+        trained_length = current.get(ORIGINAL_LENGTH_KEY, trained_length)
+    if not trained_length:
         return None
-    advised = suggest_rope_scaling(max_text_tokens, trained)
+    new_scaling = suggest_rope_scaling(max_text_tokens, trained_length)
     if is_raised:
-        advised = {**current, "factor": advised["factor"]}
+        new_scaling = {**current, "factor": new_scaling["factor"]}
     try:
-        read_config(directory, advised)
+        read_config(directory, new_scaling)
     except ConfigError:
         return None
-    return format_rope_scaling(advised)
+    return format_rope_scaling(new_scaling)
 
 
 def _explain_missing_config(directory: Path) -> str:
@@ -191,15 +191,15 @@ def language_config(config: Any, directory: Path) -> Any:
 
     kind = config.model_type
     # Mistral 4 has the class of a causal LM, but is listed only among image models.
-    of_class = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
-    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or of_class.endswith("ForCausalLM")
+    class_name = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
+    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or class_name.endswith("ForCausalLM")
     try:
         text_config = config.get_text_config()
     except ValueError:  # several text configs: an encoder's and a decoder's
         raise DataError(f"{directory}: model_type {kind} is not a causal LM") from None
     if text_config is config and not is_causal:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
-    if "Diffusion" in of_class:
+    if "Diffusion" in class_name:
         raise DataError(
             f"{directory}: {kind} is a text diffusion model; only models that predict the next "
             "token (causal LMs) can be trained"
@@ -211,8 +211,8 @@ def language_config(config: Any, directory: Path) -> Any:
         )
     window = getattr(text_config, "sliding_window", None)
     kinds = getattr(text_config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds  # Qwen2-MoE writes 0 for "nowhere"
-    if window is not None and window < 1 and slides:
+    has_windows = kinds is None or "sliding_attention" in kinds  # Qwen2-MoE writes 0 for "nowhere"
+    if window is not None and window < 1 and has_windows:
         raise DataError(
             f"{directory}/config.json: sliding_window is {window}, so no token attends to any; "
             "write null for attention to all tokens, or a number of tokens"
@@ -232,13 +232,13 @@ def auto_model_class(config: Any) -> Any:
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )
 
-    kind, held = config.model_type, config.architectures
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    kind, architectures = config.model_type, config.architectures
+    multimodal_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
     # Some families (Qwen3.5, Llama 4) are listed twice: text-only, and as their files are.
-    is_held = isinstance(held, list) and whole in held
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_held:
+    is_multimodal = isinstance(architectures, list) and multimodal_class in architectures
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_multimodal:
         return AutoModelForCausalLM
-    return None if whole is None else AutoModelForImageTextToText
+    return None if multimodal_class is None else AutoModelForImageTextToText
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,9 +269,9 @@ class TensorNames:
 
     def whole_model_name(self, name: str) -> str:
         """Return the name in the whole model of a tensor of the language model."""
-        for own, whole in ((self.decoder, self.whole_decoder), (self.head, self.whole_head)):
-            if whole and name.startswith(f"{own}."):
-                return whole + name.removeprefix(own)
+        for path, whole_path in ((self.decoder, self.whole_decoder), (self.head, self.whole_head)):
+            if whole_path and name.startswith(f"{path}."):
+                return whole_path + name.removeprefix(path)
         return name
 
     def find_stored_name(self, name: str, index: Any, is_tied: bool = False) -> str | None:
@@ -279,13 +279,20 @@ class TensorNames:
 
         ``is_tied``: it is an embedding that is also the output head, and may be stored as the head.
         """
-        whole = self.whole_model_name(name)
-        if whole in self.renamed_tensors:
-            return self.renamed_tensors[whole]
-        candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
-        stored = next((c for c in candidates if c in index.shapes), None)
+        whole_name = self.whole_model_name(name)
+        if whole_name in self.renamed_tensors:
+            return self.renamed_tensors[whole_name]
+        candidates = (
+            whole_name,
+            whole_name.removeprefix(self.prefix),
+            self.prefix + whole_name,
+            name,
+        )
+        stored_name = next((c for c in candidates if c in index.shapes), None)
         head = f"{self.head}.weight"
-        return self.find_stored_name(head, index) if stored is None and is_tied else stored
+        return (
+            self.find_stored_name(head, index) if stored_name is None and is_tied else stored_name
+        )
 
 
 @dataclass(frozen=True)
@@ -321,19 +328,21 @@ def make_language_model(
             the files lack some experts.
     """
     text_config = language_config(config, directory)
-    whole = (
+    whole_model = (
         None if text_config is config else _make_meta_model(auto_model_class(config), config, dtype)
     )
-    if whole is not None:
-        tied = bool(getattr(whole.config, "tie_word_embeddings", False))
-        text_config.tie_word_embeddings = tied and (
+    if whole_model is not None:
+        is_tied = bool(getattr(whole_model.config, "tie_word_embeddings", False))
+        text_config.tie_word_embeddings = is_tied and (
             index is not None or text_config.tie_word_embeddings
         )
     model = _make_text_model(config, text_config, dtype)
     if index is not None:
-        joined, unfollowed = find_joined_tensors(whole or model, index.sources.values())
-        index = replace(index, sources={**index.sources, **joined}, unfollowed=unfollowed)
-    names = _find_names(model, whole or model, index)
+        joined_tensors, unfollowed = find_joined_tensors(
+            whole_model or model, index.sources.values()
+        )
+        index = replace(index, sources={**index.sources, **joined_tensors}, unfollowed=unfollowed)
+    names = _find_names(model, whole_model or model, index)
     language = LanguageModel(model, text_config, names, index)
     if index is None or not language.is_tied or not _has_own_head(language, index):
         return language
@@ -374,15 +383,20 @@ def _make_text_model(config: Any, text_config: Any, dtype: torch.dtype) -> Any:
 
 
 def _find_names(model: Any, whole_model: Any, index: TensorIndex | None) -> TensorNames:
-    places = []
+    path_pairs = []
     for root in (model, whole_model):
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
-        places.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
-    (decoder, head), (whole_decoder, whole_head) = places
-    renamed = {} if index is None else find_renamed_tensors(whole_model, index.stored)
+        path_pairs.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
+    (decoder, head), (whole_decoder, whole_head) = path_pairs
+    renamed_tensors = {} if index is None else find_renamed_tensors(whole_model, index.stored)
     return TensorNames(
-        decoder, whole_decoder, head, whole_head, f"{whole_model.base_model_prefix}.", renamed
+        decoder,
+        whole_decoder,
+        head,
+        whole_head,
+        f"{whole_model.base_model_prefix}.",
+        renamed_tensors,
     )
 
 
@@ -393,21 +407,24 @@ def summarize_unused_tensors(index: TensorIndex, used_names: Collection[str]) ->
     blocks after the last one (for multi-token prediction) are listed by number. Constants that
     transformers computes itself, but that old versions stored, are left out.
     """
-    parts: dict[str, int] = {}
-    shared = {name.partition(".")[0] for name in used_names}
-    in_blocks = {_prefix_before_index(name) for name in used_names}
-    joined = [index.joined[name] for name in used_names if name in index.joined]
-    used_names = {*used_names, *(part.stored.name for one in joined for part in one.parts)}
+    counts: dict[str, int] = {}
+    used_roots = {name.partition(".")[0] for name in used_names}
+    block_prefixes = {_prefix_before_index(name) for name in used_names}
+    joined_tensors = [index.joined[name] for name in used_names if name in index.joined]
+    used_names = {
+        *used_names,
+        *(part.stored.name for tensor in joined_tensors for part in tensor.parts),
+    }
     for name in index.stored:
         if name not in used_names and not name.endswith(_CONSTANT_SUFFIXES):
-            blocks = _prefix_before_index(name)
-            first, *more = blocks.split(".") if blocks else [name]
-            key = ".".join([first, *more[:1]]) if first in shared else first
-            if blocks != name and blocks in in_blocks:
-                key = f"{blocks}.{name.removeprefix(blocks).split('.')[1]}"
-            parts[key] = parts.get(key, 0) + 1
-    beside = (f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
-    return (*beside, *index.ignored_weights)
+            prefix = _prefix_before_index(name)
+            first, *rest = prefix.split(".") if prefix else [name]
+            key = ".".join([first, *rest[:1]]) if first in used_roots else first
+            if prefix != name and prefix in block_prefixes:
+                key = f"{prefix}.{name.removeprefix(prefix).split('.')[1]}"
+            counts[key] = counts.get(key, 0) + 1
+    descriptions = (f"{key} ({count:,} tensors)" for key, count in sorted(counts.items()))
+    return (*descriptions, *index.ignored_weights)
 
 
 def _prefix_before_index(name: str) -> str:
@@ -418,20 +435,22 @@ def _prefix_before_index(name: str) -> str:
 def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
-    layers = paths[id(language.model.get_input_embeddings())], language.names.head
-    stored = [language.names.find_stored_name(f"{path}.weight", index) for path in layers]
-    if None in stored or stored[0] == stored[1]:
+    layer_paths = paths[id(language.model.get_input_embeddings())], language.names.head
+    stored_names = [
+        language.names.find_stored_name(f"{path}.weight", index) for path in layer_paths
+    ]
+    if None in stored_names or stored_names[0] == stored_names[1]:
         return False
-    first, second = (str(name) for name in stored)
+    first, second = (str(name) for name in stored_names)
     if index.shapes[first] != index.shapes[second]:
         return True
     rows, width = index.shapes[first]
     step = max(1, PIECE_BYTES // (4 * width))
     for row in range(0, rows, step):
-        both = [torch.empty(min(step, rows - row), width) for _ in "ab"]
-        for values, name in zip(both, (first, second), strict=True):
+        pieces = [torch.empty(min(step, rows - row), width) for _ in "ab"]
+        for values, name in zip(pieces, (first, second), strict=True):
             index.fill(values, name, (row, 0))
-        if not torch.equal(*both):
+        if not torch.equal(*pieces):
             return True
     return False
 
@@ -469,9 +488,9 @@ def find_model_file_layout(directory: Path, index: TensorIndex) -> ModelFileLayo
         head = None
     stacks = {
         names.whole_model_name(layer): replace(
-            one, tensor=names.find_stored_name(one.tensor, index) or one.tensor
+            stack, tensor=names.find_stored_name(stack.tensor, index) or stack.tensor
         )
-        for layer, one in map_adapter_layers_to_stacks(language.model).items()
+        for layer, stack in map_adapter_layers_to_stacks(language.model).items()
     }
     return ModelFileLayout(
         index, names, frozenset(name for name in transposed_tensors if name), head, stacks

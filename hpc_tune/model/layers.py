@@ -41,10 +41,12 @@ def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
     """
     from transformers.core_model_loading import build_glob_alternation
 
-    kept = [name for name, own in model._get_dtype_plan(dtype).items() if own != dtype]
-    if not kept:
+    fp32_names = [
+        name for name, plan_dtype in model._get_dtype_plan(dtype).items() if plan_dtype != dtype
+    ]
+    if not fp32_names:
         return
-    is_kept = build_glob_alternation(kept)[0].search
+    is_kept = build_glob_alternation(fp32_names)[0].search
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and is_kept(f"{path}.{name}"):
@@ -60,8 +62,8 @@ def find_fp32_linears(model: Any) -> list[nn.Module]:
     """Return the linear layers that a family wants in fp32; stock tools do not quantize them."""
     from transformers.core_model_loading import build_glob_alternation
 
-    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    names = [name for kept in lists for name in getattr(model, kept, None) or ()]
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    names = [name for attribute in attributes for name in getattr(model, attribute, None) or ()]
     is_kept = build_glob_alternation(names)[0].search if names else lambda _: None
     return [
         module
@@ -89,14 +91,16 @@ def find_unquantized_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Modul
 
 def find_unreplaceable_linears(model: nn.Module) -> Iterator[str]:
     """Yield the paths of linear layers that are not called like other linear layers."""
-    choosing = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
+    indexer_layers = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
-        own = module._parameters.keys()
-        if {"A_log", "D", "dt_bias"} <= own:
+        parameter_names = module._parameters.keys()
+        if {"A_log", "D", "dt_bias"} <= parameter_names:
             yield f"{path}.out_proj"
         elif type(module).__name__ in _MAMBA_1_CLASSES:
             yield from (f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
-        elif isinstance(module, nn.Linear) and (hasattr(module, "n_groups") or module in choosing):
+        elif isinstance(module, nn.Linear) and (
+            hasattr(module, "n_groups") or module in indexer_layers
+        ):
             yield path
 
 

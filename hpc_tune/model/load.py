@@ -67,8 +67,8 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
         ConfigError: if it is no such directory, or its adapters do not fit this model and ``tune``;
         lists the reasons. DataError: if their file is damaged.
     """
-    file, saved = directory / ADAPTER_FILE, _read_adapter_config(directory)
-    fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
+    file, config = directory / ADAPTER_FILE, _read_adapter_config(directory)
+    fields = {key: config.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     model: Any = built.module.model
     expected_fields = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
@@ -82,14 +82,14 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
         for key in _FIELDS
         if fields[key] != expected_fields[key]
     ]
-    if (kind := saved.get("peft_type", "LORA")) != "LORA":
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type is {kind} there, and only LORA is supported here")
     problems += _compare_trainable_tokens(
-        saved.get("trainable_token_indices") or [], [*built.tokens]
+        config.get("trainable_token_indices") or [], [*built.tokens]
     )
-    unsupported = sorted(saved.keys() - _IGNORED_FIELDS - _FIELDS.keys())
-    problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
-    if (init := saved.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
+    extra_keys = sorted(config.keys() - _IGNORED_FIELDS - _FIELDS.keys())
+    problems += [f"{key} is set there, and not supported here" for key in extra_keys if config[key]]
+    if (init := config.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
         problems.append(
             f"init_lora_weights is {init} there, which subtracted its first values from the base: "
             "it only fits that changed base; save it with peft's "
@@ -98,17 +98,19 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     index = use_whole_model_names(index_files([file]), built.names)
     _refuse_unstacked_experts(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
-    shapes = {name: tuple(parameters[own].shape) for own, name in built.saved_names.items()}
-    needed, stored = set(shapes), set(index.shapes)
-    problems += [f"it has no {name}" for name in sorted(needed - stored)[:1]]
+    shapes = {name: tuple(parameters[path].shape) for path, name in built.saved_names.items()}
+    names, stored_names = set(shapes), set(index.shapes)
+    problems += [f"it has no {name}" for name in sorted(names - stored_names)[:1]]
     problems += [
-        f"it has {name}, which this run does not have" for name in sorted(stored - needed)[:1]
+        f"it has {name}, which this run does not have" for name in sorted(stored_names - names)[:1]
     ]
-    others = [name for name in sorted(needed & stored) if index.shapes[name] != shapes[name]]
+    mismatched_names = [
+        name for name in sorted(names & stored_names) if index.shapes[name] != shapes[name]
+    ]
     problems += [
         f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "
         "model: it is of another base"
-        for name in (others if fields["r"] == expected_fields["r"] else [])[:1]
+        for name in (mismatched_names if fields["r"] == expected_fields["r"] else [])[:1]
     ]
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
@@ -129,8 +131,8 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
             + advice
         )
     try:
-        saved = json.loads(settings.read_text(encoding="utf-8"))
-        return {**saved}
+        content = json.loads(settings.read_text(encoding="utf-8"))
+        return {**content}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
@@ -142,9 +144,9 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
     """
 
     def add_whole_model_path(name: str) -> str:
-        part, prefix, own = name.partition(ADAPTER_PREFIX)
-        if prefix and not own.startswith(f"{names.whole_decoder}."):
-            return part + prefix + names.whole_model_name(own)
+        part, prefix, tensor_name = name.partition(ADAPTER_PREFIX)
+        if prefix and not tensor_name.startswith(f"{names.whole_decoder}."):
+            return part + prefix + names.whole_model_name(tensor_name)
         return name
 
     return index.with_names(add_whole_model_path)
@@ -171,30 +173,30 @@ def _compare_expert_ranks(
     peft's own adapters have a pattern for experts only if their rank differs from the others.
     """
     problems = []
-    for key, every, said in (
+    for key, default_key, message in (
         ("rank_pattern", "r", "the rank of experts is {} there, and tune.expert_rank says {}"),
         (
             *("alpha_pattern", "lora_alpha"),
             "lora_alpha of experts is {} there, and {} here: tune.alpha x expert_rank / rank",
         ),
     ):
-        others = restore_layer_patterns(getattr(tune, key))
-        experts = [path for path in expected_fields[key] if path not in others]
+        tune_patterns = restore_layer_patterns(getattr(tune, key))
+        experts = [path for path in expected_fields[key] if path not in tune_patterns]
         pairs = [
-            (fields[key].pop(path, fields[every]), expected_fields[key].pop(path))
+            (fields[key].pop(path, fields[default_key]), expected_fields[key].pop(path))
             for path in experts
         ]
-        problems += [said.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
+        problems += [message.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
     return problems
 
 
 def _expand_patterns_to_paths(patterns: Any, paths: Iterable[str]) -> Any:
     """Replace each pattern that is the end of some of ``paths`` by these paths."""
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for key, value in patterns.items():
-        ends = [path for path in paths if path.endswith(f".{key}")]
-        found |= dict.fromkeys(ends or [key], value)
-    return found
+        matches = [path for path in paths if path.endswith(f".{key}")]
+        by_path |= dict.fromkeys(matches or [key], value)
+    return by_path
 
 
 def _compare_trainable_tokens(saved_tokens: Any, tune_tokens: list[int]) -> list[str]:
@@ -227,14 +229,16 @@ def allocate(
     GPU; ``reserve`` is called before pinned memory is allocated.
     """
     owners = find_owners(module)
-    pinned = _allocate_pinned_shards(module, reserve) if offloads and device.type == "cuda" else {}
+    pinned_parts = (
+        _allocate_pinned_shards(module, reserve) if offloads and device.type == "cuda" else {}
+    )
 
     def allocate_empty(tensor: torch.Tensor) -> torch.Tensor:
-        offloaded = offloads and isinstance(tensor, DTensor)
-        out = torch.empty_like(tensor, device=torch.device("cpu") if offloaded else device)
-        if tensor in pinned:
+        is_offloaded = offloads and isinstance(tensor, DTensor)
+        out = torch.empty_like(tensor, device=torch.device("cpu") if is_offloaded else device)
+        if tensor in pinned_parts:
             assert isinstance(out, DTensor)
-            out._local_tensor = pinned[tensor]
+            out._local_tensor = pinned_parts[tensor]
         return out
 
     module._apply(allocate_empty)
@@ -300,24 +304,26 @@ def load_weights(
         DataError: if a file is truncated, a tensor in it is too small, a weight that this rank
             keeps is NaN or inf, or a buffer gets no values.
     """
-    packed = dict(find_packed_weights(built.module))
+    packed_layers = dict(find_packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         for number, region in enumerate(built.regions(name, parameter)):
-            found = built.locate_initial_values(name)
-            if found is None or found[0] is built.init_index:
+            source = built.locate_initial_values(name)
+            if source is None or source[0] is built.init_index:
                 _init_adapter(built, name, region, reserve)
                 continue
-            _, stored = found
-            if name in packed:
-                packed[name].fill(region.local, region.offset, built.index, stored, reserve)
+            _, stored_name = source
+            if name in packed_layers:
+                packed_layers[name].fill(
+                    region.local, region.offset, built.index, stored_name, reserve
+                )
                 continue
-            if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
-                built.index.fill(region.local, stored, region.offset, reserve)
+            if not _map_pages(built.index, stored_name, parameter, region) and region.local.numel():
+                built.index.fill(region.local, stored_name, region.offset, reserve)
             if isinstance(parameter, nn.Parameter):  # buffers may be inf, such as Gemma 4's limits
-                own = built.regions(name, parameter)[number].local
-                built.index.require_finite(own, stored, region.offset)
+                values = built.regions(name, parameter)[number].local
+                built.index.require_finite(values, stored_name, region.offset)
     _init_buffers(built.module.causal_lm())
     for part in built.module.modules():
         if isinstance(part, TrainableTokenRows):
@@ -329,12 +335,12 @@ def load_weights(
 
 
 def _map_pages(
-    index: TensorIndex | ShapeIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
+    index: TensorIndex | ShapeIndex, stored_name: str, parameter: torch.Tensor, region: LocalRegion
 ) -> bool:
     """Map a frozen, unsharded CPU tensor to the file's own pages, if the dtype is the same."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
         return False
-    pages = index.map_pages(stored, parameter.dtype)
+    pages = index.map_pages(stored_name, parameter.dtype)
     if pages is None or tuple(pages.shape) != region.full_shape:
         return False
     if region.local.shape != parameter.shape:  # one of several parts
@@ -352,9 +358,9 @@ def load_trained_parameters(built: BuiltModel, checkpoint: Path) -> None:
     index = use_whole_model_names(index_checkpoint(checkpoint), built.names)
     index.require(built.saved_names.values())
     for name, parameter in built.module.named_parameters():
-        if saved := built.saved_names.get(name):
+        if saved_name := built.saved_names.get(name):
             for region in built.regions(name, parameter):
-                index.fill(region.local, saved, region.offset)
+                index.fill(region.local, saved_name, region.offset)
 
 
 def _init_adapter(
@@ -374,9 +380,9 @@ def make_initial_values(built: BuiltModel, name: str, shape: tuple[int, ...]) ->
     if not name.endswith(TOKEN_DELTA_SUFFIX):
         return init_lora_values(name, shape, built.seed)
     rows_KD = torch.empty(shape, dtype=torch.float32)
-    stored = built.base_names[f"{name.removesuffix(TOKEN_DELTA_SUFFIX)}.weight"]
+    stored_name = built.base_names[f"{name.removesuffix(TOKEN_DELTA_SUFFIX)}.weight"]
     for row_1D, number in zip(rows_KD.split(1), built.tokens, strict=True):
-        built.index.fill(row_1D, stored, (number, 0))
+        built.index.fill(row_1D, stored_name, (number, 0))
     return rows_KD
 
 
@@ -398,14 +404,14 @@ def _init_buffers(model: Any) -> None:
     """
     from transformers.initialization import guard_torch_init_functions
 
-    stored: list[Any] = [tensor for _, tensor in stored_tensors(model)]
-    for tensor in stored:
+    file_tensors: list[Any] = [tensor for _, tensor in stored_tensors(model)]
+    for tensor in file_tensors:
         tensor._is_hf_initialized = True  # so that transformers does not overwrite it
-    known = {id(tensor) for tensor in stored}
+    file_tensor_ids = {id(tensor) for tensor in file_tensors}
     unfilled = {
         name: buffer
         for name, buffer in model.named_buffers()
-        if id(buffer) not in known
+        if id(buffer) not in file_tensor_ids
         and buffer.is_floating_point()
         and not isinstance(buffer, FakeTensor)  # of a plan: they have no values
     }
@@ -415,16 +421,16 @@ def _init_buffers(model: Any) -> None:
     with guard_torch_init_functions():
         for path, module in model.named_modules():
             # The innermost model of transformers around a module knows how to initialize it.
-            inside = hasattr(module, "_init_weights") or not path
-            owners[path] = module if inside else owners[path.rpartition(".")[0]]
+            can_init = hasattr(module, "_init_weights") or not path
+            owners[path] = module if can_init else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
                 owners[path]._init_weights(module)
         if _find_unfilled_buffers(model, unfilled):  # an outer model does it (Falcon-H1)
             for owner in dict.fromkeys(owners.values()):
                 owner._init_weights(owner)
-    if left := _find_unfilled_buffers(model, unfilled):
+    if unset := _find_unfilled_buffers(model, unfilled):
         raise DataError(
-            f"{model.config.model_type}: neither its files nor transformers gives {left[0]} its "
+            f"{model.config.model_type}: neither its files nor transformers gives {unset[0]} its "
             "values; this architecture cannot be trained here"
         )
 
@@ -457,7 +463,7 @@ def _gather_weight(weight: torch.Tensor) -> torch.Tensor:
     """Gather a sharded weight; if one rank has all of it, there is no group to gather over."""
     if not isinstance(weight, DTensor):
         return weight
-    whole: torch.Tensor = (
+    full_weight: torch.Tensor = (
         weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
     )
-    return whole
+    return full_weight

@@ -122,14 +122,14 @@ def base_weight(layer: Any) -> torch.Tensor:
 
 
 def _group_by_input(layers: dict[str, Any]) -> list[list[Any]]:
-    rest, groups = dict(layers), []
+    ungrouped, groups = dict(layers), []
     for path in layers:
         parent, dot, name = path.rpartition(".")
         names = next((names for names in SAME_INPUT_LAYERS if name == names[0]), ())
-        siblings = [layers.get(f"{parent}{dot}{other}") for other in names]
+        siblings = [layers.get(f"{parent}{dot}{sibling}") for sibling in names]
         if names and all(_can_share_input(layer, layers[path]) for layer in siblings):
-            groups.append([rest.pop(f"{parent}{dot}{other}") for other in names])
-    return [*groups, *([layer] for layer in rest.values())]
+            groups.append([ungrouped.pop(f"{parent}{dot}{sibling}") for sibling in names])
+    return [*groups, *([layer] for layer in ungrouped.values())]
 
 
 def _can_share_input(layer: Any, first_layer: Any) -> bool:
@@ -170,11 +170,11 @@ def _has_matrix_base(layer: Any) -> bool:
 
 
 def _lora_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    given = x.to(matmul_dtype(self)) if _is_packed(self.base_layer) else x
+    cast_x = x.to(matmul_dtype(self)) if _is_packed(self.base_layer) else x
     out = (
-        _dora_forward(self, given)
+        _dora_forward(self, cast_x)
         if is_dora(self)
-        else self.lora_group.linear_output(self.lora_index, given)
+        else self.lora_group.linear_output(self.lora_index, cast_x)
     )
     # Not in the autograd function: its views may not be changed in place, as OLMo (clip_qkv) does.
     return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
@@ -344,12 +344,12 @@ class _LoraLinearsFunction(torch.autograd.Function):
         weights, biases, a_s, b_s = (layer_tensors[i::5] for i in range(4))
         bs_OR: Sequence[torch.Tensor] = layer_tensors[4::5]
         x_NI = x.flatten(0, -2)
-        left_NI = x_NI if x_after_dropout is None else x_after_dropout.flatten(0, -2)
+        lora_x_NI = x_NI if x_after_dropout is None else x_after_dropout.flatten(0, -2)
         ctx.is_kept = a_SI is not None
-        kept = () if a_SI is None else (a_SI, *bs_OR)
+        copies = () if a_SI is None else (a_SI, *bs_OR)
         if a_SI is None:
             a_SI, bs_OR = _cast_adapters(x.dtype, a_s, b_s, scales)
-        low_NS = left_NI @ a_SI.t()
+        low_NS = lora_x_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
         rows = quantize_float8_rows(x_NI) if _multiplies_float8(packed_bases) else None
@@ -362,8 +362,8 @@ class _LoraLinearsFunction(torch.autograd.Function):
                 continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
             outs.append(add(adapter_NO, x_NI, _unpack_weight(packed_bases[i], weights[i]).t()))
-        dropped = () if x_after_dropout is None else (left_NI,)
-        ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
+        dropout_inputs = () if x_after_dropout is None else (lora_x_NI,)
+        ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *copies, *dropout_inputs)
         ctx.packed_bases, ctx.scales, ctx.shape = packed_bases, scales, x.shape
         ctx.drops = x_after_dropout is not None
         return tuple(outs) if len(outs) > 1 else outs[0]
@@ -373,27 +373,27 @@ class _LoraLinearsFunction(torch.autograd.Function):
         x_NI, low_NS, *rest = ctx.saved_tensors
         num, dtype = len(ctx.ranks), grads_NO[0].dtype
         weights, a_s, b_s = (rest[i * num : (i + 1) * num] for i in range(3))
-        more = rest[3 * num :]
-        left_NI = more.pop() if ctx.drops else x_NI
+        extra = rest[3 * num :]
+        lora_x_NI = extra.pop() if ctx.drops else x_NI
         a_SI, bs_OR = (
-            (more[0], more[1:]) if ctx.is_kept else _cast_adapters(dtype, a_s, b_s, ctx.scales)
+            (extra[0], extra[1:]) if ctx.is_kept else _cast_adapters(dtype, a_s, b_s, ctx.scales)
         )
-        narrow = [grad_NO @ b_OR for grad_NO, b_OR in zip(grads_NO, bs_OR, strict=True)]
-        grad_NS = narrow[0] if num == 1 else torch.cat(narrow, 1)
-        grads_a = (grad_NS.t() @ left_NI).split(ctx.ranks)
-        of_layers: list[Any] = []
+        low_grads = [grad_NO @ b_OR for grad_NO, b_OR in zip(grads_NO, bs_OR, strict=True)]
+        grad_NS = low_grads[0] if num == 1 else torch.cat(low_grads, 1)
+        grads_a = (grad_NS.t() @ lora_x_NI).split(ctx.ranks)
+        layer_grads: list[Any] = []
         for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
             grad_b = (ctx.scales[i] * (grads_NO[i].t() @ low_NR)).to(b_s[i].dtype)
-            of_layers += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
-        grad_x = grad_left = None
+            layer_grads += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
+        grad_x = grad_lora_x = None
         if ctx.needs_input_grad[0]:
             adapter_factors = None if ctx.drops else (grad_NS, a_SI)
             grad_x = _input_gradient(ctx.packed_bases, weights, grads_NO, adapter_factors).view(
                 ctx.shape
             )
         if ctx.needs_input_grad[1]:
-            grad_left = (grad_NS @ a_SI).view(ctx.shape)
-        return grad_x, grad_left, None, None, None, *of_layers
+            grad_lora_x = (grad_NS @ a_SI).view(ctx.shape)
+        return grad_x, grad_lora_x, None, None, None, *layer_grads
 
 
 class _AddAdapter(torch.autograd.Function):
@@ -408,23 +408,23 @@ class _AddAdapter(torch.autograd.Function):
         b_OR: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        left_NI = x_after_dropout.flatten(0, -2)
-        low_NR = left_NI @ a_RI.to(x_after_dropout.dtype).t()
-        ctx.save_for_backward(left_NI, low_NR, a_RI, b_OR)
+        lora_x_NI = x_after_dropout.flatten(0, -2)
+        low_NR = lora_x_NI @ a_RI.to(x_after_dropout.dtype).t()
+        ctx.save_for_backward(lora_x_NI, low_NR, a_RI, b_OR)
         ctx.scale, ctx.shape = scale, x_after_dropout.shape
         return torch.addmm(out_NO, low_NR, (scale * b_OR).to(x_after_dropout.dtype).t())
 
     @staticmethod
     def backward(ctx: Any, grad_NO: torch.Tensor) -> Any:  # type: ignore[override]
-        left_NI, low_NR, a_RI, b_OR = ctx.saved_tensors
+        lora_x_NI, low_NR, a_RI, b_OR = ctx.saved_tensors
         dtype = grad_NO.dtype
         grad_NR = grad_NO @ (ctx.scale * b_OR).to(dtype)
-        grad_a = (grad_NR.t() @ left_NI).to(a_RI.dtype)
+        grad_a = (grad_NR.t() @ lora_x_NI).to(a_RI.dtype)
         grad_b = (ctx.scale * (grad_NO.t() @ low_NR)).to(b_OR.dtype)
-        grad_left = None
+        grad_lora_x = None
         if ctx.needs_input_grad[1]:
-            grad_left = (grad_NR @ a_RI.to(dtype)).view(ctx.shape)
-        return grad_NO, grad_left, grad_a, grad_b, None
+            grad_lora_x = (grad_NR @ a_RI.to(dtype)).view(ctx.shape)
+        return grad_NO, grad_lora_x, grad_a, grad_b, None
 
 
 class _ScaleByMagnitude(torch.autograd.Function):
@@ -526,11 +526,11 @@ class AdapterCopies:
             )
         ]
         torch._foreach_copy_(a_views, [adapter_weight(layer, "A").detach() for layer in layers])
-        scaled = torch._foreach_mul(
+        scaled_bs = torch._foreach_mul(
             [adapter_weight(layer, "B").detach() for layer in layers],
             [adapter_scale(m) for m in layers],
         )
-        torch._foreach_copy_([b_OR for group in self._groups for b_OR in group.bs_OR], scaled)
+        torch._foreach_copy_([b_OR for group in self._groups for b_OR in group.bs_OR], scaled_bs)
 
     def _allocate_copies(self) -> None:
         for dtype in {matmul_dtype(group.layers[0]) for group in self._groups}:
@@ -545,8 +545,8 @@ class AdapterCopies:
             for group in groups:
                 group.a_SI = next(parts).view(-1, adapter_weight(group.layers[0], "A").shape[1])
                 shapes = [adapter_weight(layer, "B").shape for layer in group.layers]
-                of_layers = next(parts).split([shape.numel() for shape in shapes])
-                group.bs_OR = [b.view(s) for b, s in zip(of_layers, shapes, strict=True)]
+                flat_bs = next(parts).split([shape.numel() for shape in shapes])
+                group.bs_OR = [b.view(s) for b, s in zip(flat_bs, shapes, strict=True)]
 
 
 class DoraRowNorms:
@@ -573,8 +573,8 @@ class DoraRowNorms:
 
 
 def _update_norms(norms: Sequence[DoraRowNorms]) -> None:
-    for of_layer in norms:
-        of_layer.update()
+    for layer_norms in norms:
+        layer_norms.update()
 
 
 def _require_tensor(tensor: torch.Tensor | None) -> torch.Tensor:

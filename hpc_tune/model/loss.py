@@ -122,8 +122,8 @@ class LossModel(nn.Module):
     @property
     def needs_mask(self) -> bool:
         """Whether the family separates documents only by a mask, not by positions."""
-        blind = self.config.model_type in _FAMILIES_NEEDING_MASK
-        return blind and not getattr(self.config, "alibi", False)
+        is_listed = self.config.model_type in _FAMILIES_NEEDING_MASK
+        return is_listed and not getattr(self.config, "alibi", False)
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
@@ -137,14 +137,14 @@ class LossModel(nn.Module):
         last returns its hidden states instead.
         """
         lm = self.causal_lm()
-        of_batch = replace(
+        micro_batch = replace(
             self._micro_batch(batch), positions_BT=batch.positions_BT, recompute_cache={}
         )
         count_first_pass: AbstractContextManager[None] = nullcontext()
         if self.watch is not None and self.training:
-            of_batch = replace(of_batch, is_real_BT=real_token_mask(batch, self.share))
+            micro_batch = replace(micro_batch, is_real_BT=real_token_mask(batch, self.share))
             count_first_pass = self.watch.count_first_pass()
-        with batch_context.use_batch(of_batch), count_first_pass:
+        with batch_context.use_batch(micro_batch), count_first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
                 input_ids=batch.tokens_BT if self.is_first_stage else None,
                 inputs_embeds=None if self.is_first_stage else hidden_BTD,
@@ -155,42 +155,43 @@ class LossModel(nn.Module):
         if not self.is_last_stage:
             return out_BTD
         labels_K = batch.labels_BT.flatten()
-        kept_N = torch.nonzero_static(
+        loss_positions_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
         compute_losses = functools.partial(
             token_losses,
             head=lm.get_output_embeddings(),
-            labels_N=labels_K[kept_N],
+            labels_N=labels_K[loss_positions_N],
             config=self.config,
             token_loss=self.token_loss,
             logits_bytes=self.logits_bytes,
             kernels=self.logits_kernels,
         )
-        hidden_ND = out_BTD.flatten(0, 1)[kept_N]
+        hidden_ND = out_BTD.flatten(0, 1)[loss_positions_N]
         unit = self.head_unit
         losses_N = compute_losses(hidden_ND) if unit is None else unit(hidden_ND, compute_losses)
         if self.share is None:
             return self.objective.sums(losses_N, batch)
         sums = self.objective.sums(losses_N, batch, self.share.sum_over_ranks)
         # All ranks that share an answer compute the same sums for it; only one counts them.
-        counts = batch.pairs is None or self.share.part.rank == 0
-        return sums if counts else sums - sums.detach()
+        is_counted = batch.pairs is None or self.share.part.rank == 0
+        return sums if is_counted else sums - sums.detach()
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
         if self.share is not None:
             starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
-            shared = MicroBatch(batch.rows, share=self.share, whole_row_starts=starts)
+            micro_batch = MicroBatch(batch.rows, share=self.share, whole_row_starts=starts)
             if self.share.part.is_head_tail:
-                shared = replace(
-                    shared, document_parts_by_rank=self._split_documents_by_rank(batch, self.share)
+                micro_batch = replace(
+                    micro_batch,
+                    document_parts_by_rank=self._split_documents_by_rank(batch, self.share),
                 )
             if self.has_varlen_kernel:
-                return replace(shared, starts=starts)
+                return replace(micro_batch, starts=starts)
             if self.uses_document_attention and positions_BT.device.type == "cpu":
-                return replace(shared, documents=make_documents(lengths))
-            return shared
+                return replace(micro_batch, documents=make_documents(lengths))
+            return micro_batch
         if self.has_varlen_kernel and lengths:  # reading positions would wait for the device
             starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)
@@ -201,14 +202,14 @@ class LossModel(nn.Module):
         return MicroBatch(batch.rows)
 
     def _split_documents_by_rank(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
-        found = {}
+        parts_by_rank = {}
         for rank in share.ranks:
             parts = shard_documents(batch.document_lengths, replace(share.part, rank=rank))
             if self.has_varlen_kernel:
-                found[rank] = DocumentParts.from_parts(parts, batch.positions_BT.device)
+                parts_by_rank[rank] = DocumentParts.from_parts(parts, batch.positions_BT.device)
             else:
-                found[rank] = DocumentParts(parts)
-        return found
+                parts_by_rank[rank] = DocumentParts(parts)
+        return parts_by_rank
 
     def _document_mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may attend, for families that need one."""
@@ -277,14 +278,14 @@ def token_losses(
     ``logits_bytes`` bounds a frozen head's logits: per matmul, and in fp32. The default is the
     fastest for each device type.
     """
-    plain = token_loss is plain_losses and _is_plain_head(head, config)
+    is_plain = token_loss is plain_losses and _is_plain_head(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
-    if plain and not any(parameter.requires_grad for parameter in head.parameters()):
+    if is_plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
         chunk = max(
             MIN_CHUNK_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize)
         )
-        frozen: torch.Tensor = _FrozenHeadLoss.apply(
+        losses_N: torch.Tensor = _FrozenHeadLoss.apply(
             hidden_ND,
             head.weight,
             head.bias,
@@ -293,7 +294,7 @@ def token_losses(
             max(1, fp32_bytes // bytes_per_token),
             kernels.exponentials,
         )
-        return frozen
+        return losses_N
     if token_loss is plain_losses:
         token_loss = functools.partial(plain_losses, kernels=kernels)
     chunk = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // bytes_per_token)

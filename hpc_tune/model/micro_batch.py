@@ -55,11 +55,11 @@ class CurrentBatch:
     @contextmanager
     def use_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Make ``batch`` the current one."""
-        before, self.batch = self.batch, batch
+        previous_batch, self.batch = self.batch, batch
         try:
             yield
         finally:
-            self.batch = before
+            self.batch = previous_batch
 
     def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward`` bound to the present batch, also when it is recomputed later."""

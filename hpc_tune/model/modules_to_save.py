@@ -33,10 +33,10 @@ def make_modules_trainable(
             adapters.
     """
     for name in tune.modules_to_save:
-        found = [(path, module) for path, module in model.named_modules() if path.endswith(name)]
-        if not found:
+        matches = [(path, module) for path, module in model.named_modules() if path.endswith(name)]
+        if not matches:
             raise ConfigError(_explain_unknown_module(name, model))
-        for path, module in found:
+        for path, module in matches:
             _require_trainable(name, path, module, model, is_tied)
             for parameter in module.parameters():
                 parameter.requires_grad_(True)
@@ -53,8 +53,8 @@ def _explain_unknown_module(name: str, model: Any) -> str:
         or module is model.get_output_embeddings()
         or _is_norm(path, module)
     }
-    near = difflib.get_close_matches(name, sorted(parts), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    close_names = difflib.get_close_matches(name, sorted(parts), n=3)
+    hint = f"; did you mean {' or '.join(close_names)}?" if close_names else "."
     return (
         f"tune.modules_to_save: no module of this model is called {name}{hint} Its embeddings, "
         f"head and norms: {', '.join(sorted(parts))}"
@@ -63,18 +63,18 @@ def _explain_unknown_module(name: str, model: Any) -> str:
 
 def _require_trainable(name: str, path: str, module: Any, model: Any, is_tied: bool) -> None:
     head = model.get_output_embeddings()
-    said = f"tune.modules_to_save: {name}"
+    setting = f"tune.modules_to_save: {name}"
     if hasattr(module, "lora_A"):
-        raise ConfigError(f"{said} is {path}, which has an adapter by tune.targets; keep one")
+        raise ConfigError(f"{setting} is {path}, which has an adapter by tune.targets; keep one")
     if is_tied and (module is head or module is model.get_input_embeddings()):
         raise ConfigError(
-            f"{said} is {path}, and the output head of this model is its embedding: peft would "
+            f"{setting} is {path}, and the output head of this model is its embedding: peft would "
             "train a copy of one and leave the other unchanged; use tune.method=full"
         )
     is_head = module is head and type(module) is nn.Linear
     if not (is_head or isinstance(module, nn.Embedding) or _is_norm(path, module)):
         raise ConfigError(
-            f"{said} is {path}, a {type(module).__name__}; only embeddings, the output head and "
+            f"{setting} is {path}, a {type(module).__name__}; only embeddings, the output head and "
             "norms can be trained alongside adapters: put linear layers into tune.targets, or use "
             "tune.method=full"
         )
@@ -82,8 +82,8 @@ def _require_trainable(name: str, path: str, module: Any, model: Any, is_tied: b
 
 def _is_norm(path: str, module: nn.Module) -> bool:
     """Whether a module holds nothing but vectors of its own (Cohere's: one vector per head)."""
-    own = [(f"{path}.{name}", p) for name, p in module.named_parameters(recurse=False)]
-    return bool(own) and not list(module.children()) and all(is_vector(*one) for one in own)
+    items = [(f"{path}.{name}", p) for name, p in module.named_parameters(recurse=False)]
+    return bool(items) and not list(module.children()) and all(is_vector(*item) for item in items)
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -140,9 +140,9 @@ class TrainableTokenRows(nn.Module):
         if is_head:
             rows_KD = self.trainable_tokens_delta.to(inputs.dtype)
             return out.index_copy(-1, ids_K, F.linear(inputs, rows_KD).to(out.dtype))
-        at_BT = torch.searchsorted(ids_K, inputs).clamp_(max=len(self.ids) - 1)
-        rows_BTD = F.embedding(at_BT, self.trainable_tokens_delta) * self._scale
-        is_row_BT1 = (ids_K[at_BT] == inputs).unsqueeze(-1)
+        index_BT = torch.searchsorted(ids_K, inputs).clamp_(max=len(self.ids) - 1)
+        rows_BTD = F.embedding(index_BT, self.trainable_tokens_delta) * self._scale
+        is_row_BT1 = (ids_K[index_BT] == inputs).unsqueeze(-1)
         return torch.where(is_row_BT1, rows_BTD.to(out.dtype), out)
 
 
@@ -156,9 +156,9 @@ def add_trainable_token_rows(
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     num_rows = embedding.weight.shape[0]
-    if outside := [number for number in ids if not 0 <= number < num_rows]:
+    if unknown := [number for number in ids if not 0 <= number < num_rows]:
         raise ConfigError(
-            f"tune.trainable_tokens: {outside[0]} is no token of this model, whose embedding has "
+            f"tune.trainable_tokens: {unknown[0]} is no token of this model, whose embedding has "
             f"{num_rows} rows; resize it first (resize_token_embeddings)"
         )
     if embedding.weight.requires_grad:
@@ -185,28 +185,30 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     Raises:
         ConfigError: if the file cannot be read, a text is no token, or a token is named twice.
     """
-    known: dict[str, int] = {}
+    ids_by_token: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):
-        known = _read_vocabulary_ids(directory / "tokenizer.json")
-    if unknown := [token for token in tokens if isinstance(token, str) and token not in known]:
+        ids_by_token = _read_vocabulary_ids(directory / "tokenizer.json")
+    if unknown := [
+        token for token in tokens if isinstance(token, str) and token not in ids_by_token
+    ]:
         raise ConfigError(
             f"tune.trainable_tokens: {unknown[0]!r} is no token of {directory}/tokenizer.json; add "
             "it to the tokenizer and resize the embedding, or give the token's number"
         )
-    ids = [known[token] if isinstance(token, str) else token for token in tokens]
-    if twice := [number for number in ids if ids.count(number) > 1]:
-        raise ConfigError(f"tune.trainable_tokens names the token {twice[0]} twice")
+    ids = [ids_by_token[token] if isinstance(token, str) else token for token in tokens]
+    if repeated_ids := [number for number in ids if ids.count(number) > 1]:
+        raise ConfigError(f"tune.trainable_tokens names the token {repeated_ids[0]} twice")
     return sorted(ids)
 
 
 def _read_vocabulary_ids(file: Path) -> dict[str, int]:
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-        vocabulary = read["model"].get("vocab", {})
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content["model"].get("vocab", {})
         if isinstance(vocabulary, list):  # of [text, score]
             vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
-        added = {token["content"]: token["id"] for token in read.get("added_tokens", [])}
-        return {**vocabulary, **added}
+        added_tokens = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        return {**vocabulary, **added_tokens}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"tune.trainable_tokens: {file} cannot be read ({error!r}); give tokens by number"

@@ -105,15 +105,15 @@ class PreferenceSums:
         ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
         may all be of one kind; then the margin and the other kind's log-probability are left out.
         """
-        found = {"accuracy": self.num_right / max(1, num_pairs)}
+        values = {"accuracy": self.num_right / max(1, num_pairs)}
         if self.num_chosen and self.num_rejected:
-            chosen = self.chosen_reward / self.num_chosen
-            found["margin"] = chosen - self.rejected_reward / self.num_rejected
+            chosen_mean = self.chosen_reward / self.num_chosen
+            values["margin"] = chosen_mean - self.rejected_reward / self.num_rejected
         if self.chosen_tokens:
-            found["chosen_log_prob"] = self.chosen_log_prob / self.chosen_tokens
+            values["chosen_log_prob"] = self.chosen_log_prob / self.chosen_tokens
         if self.rejected_tokens:
-            found["rejected_log_prob"] = self.rejected_log_prob / self.rejected_tokens
-        return found
+            values["rejected_log_prob"] = self.rejected_log_prob / self.rejected_tokens
+        return values
 
 
 def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
@@ -121,8 +121,8 @@ def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
 
     Rounding errors would otherwise put half of the answers on the right side.
     """
-    none = {"num_right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
-    return astuple(replace(PreferenceSums(*sums), **none))
+    zeros = {"num_right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
+    return astuple(replace(PreferenceSums(*sums), **zeros))
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
@@ -192,12 +192,14 @@ class Preference:
         """
         num_loss_tokens_P2 = pairs.num_loss_tokens_P2.clamp(min=1)
         means_P2 = log_probs_P2 / num_loss_tokens_P2
-        moved_P2 = log_probs_P2 - pairs.reference_log_probs_P2
+        log_ratios_P2 = log_probs_P2 - pairs.reference_log_probs_P2
         sft = self.sft_weight
         if self.name == "dpo":
-            losses_P = self._smoothed_losses(self.beta * (moved_P2[:, 0] - moved_P2[:, 1]))
+            losses_P = self._smoothed_losses(
+                self.beta * (log_ratios_P2[:, 0] - log_ratios_P2[:, 1])
+            )
         elif self.name == "ipo":
-            per_token_P2 = moved_P2 / num_loss_tokens_P2
+            per_token_P2 = log_ratios_P2 / num_loss_tokens_P2
             losses_P = (per_token_P2[:, 0] - per_token_P2[:, 1] - 1 / (2 * self.beta)).square()
         elif self.name == "simpo":
             margin_P = self.beta * (means_P2[:, 0] - means_P2[:, 1]) - self.gamma
@@ -224,11 +226,11 @@ class Preference:
         for the others. s are ``log_ratios_P``; KL is the step's, over mismatched answers
         (``PreferencePairs.kl``).
         """
-        above_P = self.beta * (log_ratios_P - pairs.kl)
+        excess_P = self.beta * (log_ratios_P - pairs.kl)
         return torch.where(
             pairs.is_desirable_P,
-            self.desirable_weight * torch.sigmoid(-above_P),
-            self.undesirable_weight * torch.sigmoid(above_P),
+            self.desirable_weight * torch.sigmoid(-excess_P),
+            self.undesirable_weight * torch.sigmoid(excess_P),
         )
 
     def _rewards(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
@@ -241,23 +243,23 @@ class Preference:
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
             is_chosen_P = pairs.is_desirable_P
-            above_P = rewards_P2[:, 0] - self.beta * pairs.kl
-            is_right_P = torch.where(is_chosen_P, above_P > 0, above_P < 0)
+            excess_P = rewards_P2[:, 0] - self.beta * pairs.kl
+            is_right_P = torch.where(is_chosen_P, excess_P > 0, excess_P < 0)
             # Each answer counts only in the column of its own side.
             side_P2 = torch.stack([is_chosen_P, ~is_chosen_P], 1).float()
-            rewards_P2, own_P2 = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
+            rewards_P2, side_log_probs_P2 = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
             tokens_P2 = pairs.num_loss_tokens_P2[:, :1] * side_P2
             log_probs_P2 = log_probs_P2[:, :1]
             reference_log_probs_P2 = pairs.reference_log_probs_P2[:, :1]
         else:
             is_right_P = rewards_P2[:, 0] > rewards_P2[:, 1]
-            side_P2, own_P2 = torch.ones_like(log_probs_P2), log_probs_P2
+            side_P2, side_log_probs_P2 = torch.ones_like(log_probs_P2), log_probs_P2
             tokens_P2 = pairs.num_loss_tokens_P2
             reference_log_probs_P2 = pairs.reference_log_probs_P2
         return torch.cat(
             [
                 is_right_P.sum().float().unsqueeze(0),
-                *(t.float().sum(0) for t in (rewards_P2, own_P2, side_P2, tokens_P2)),
+                *(t.float().sum(0) for t in (rewards_P2, side_log_probs_P2, side_P2, tokens_P2)),
                 (log_probs_P2 - reference_log_probs_P2).abs().sum().unsqueeze(0),
                 reference_log_probs_P2.abs().sum().unsqueeze(0),
             ]
@@ -270,12 +272,12 @@ def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.T
     ``losses_N``: the tokens' cross-entropies, document after document; if ranks share rows, only
     those of this rank's tokens.
     """
-    own_P2 = (
+    num_tokens_P2 = (
         pairs.num_loss_tokens_P2
         if pairs.num_own_loss_tokens_P2 is None
         else pairs.num_own_loss_tokens_P2
     )
-    counts = own_P2.flatten()
+    counts = num_tokens_P2.flatten()
     # In fp64: values are added one by one, and in fp32 a sum over 8,000 tokens would be off by 1e-6
     # of itself. ``unsafe`` skips the check of lengths, for which the host would have to wait.
     sums = torch.segment_reduce(losses_N.double(), "sum", lengths=counts, unsafe=True)

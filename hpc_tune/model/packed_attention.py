@@ -66,15 +66,15 @@ def force_document_attention(model: Any) -> bool | None:
 
     Return whether the family's own function must compute it; None if it cannot be replaced.
     """
-    before = model.config._attn_implementation
-    if before == ATTENTION_NAME:
+    implementation = model.config._attn_implementation
+    if implementation == ATTENTION_NAME:
         return False
-    if before not in ("eager", "sdpa") or any(find_indexers(model)):
+    if implementation not in ("eager", "sdpa") or any(find_indexers(model)):
         return None
     if not model._can_set_attn_implementation():
         return None
     _set_attention(model)
-    return bool(before == "eager")
+    return bool(implementation == "eager")
 
 
 def _set_attention(model: Any) -> None:
@@ -103,8 +103,8 @@ def _patch_packed_sequence_search() -> None:
         if batch_context.batch.share is not None:
             return None
         if (starts := batch_context.batch.starts) is None:
-            found: torch.Tensor | None = original_function(position_ids)
-            return found
+            document_ids_BT: torch.Tensor | None = original_function(position_ids)
+            return document_ids_BT
         return starts.document_ids_BT() if starts.is_packed else None
 
     find_documents.asks_host = True  # type: ignore[attr-defined]
@@ -126,8 +126,8 @@ def _patch_mask_functions(model: Any) -> None:
 def _wrap_with_positions(original_function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original_function)
     def make_mask_with_positions(*args: Any, **options: Any) -> Any:
-        known = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
-        if not args and options.get("position_ids") is None and not any(known):
+        is_given = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
+        if not args and options.get("position_ids") is None and not any(is_given):
             options["position_ids"] = batch_context.batch.positions_BT
         return original_function(*args, **options)
 
@@ -141,8 +141,8 @@ def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     if batch_context.batch.share is not None:
         return _encode_shared_row_window(options)
     starts, window = batch_context.batch.starts, options.get("local_size")
-    apart = batch_context.batch.documents or starts is not None
-    if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
+    has_documents = batch_context.batch.documents or starts is not None
+    if has_documents and not options.get("use_vmap") and options.get("attention_mask") is None:
         if window is None:
             return None
         if starts is not None and starts.supports_windows and _is_sliding_window(options):
@@ -160,8 +160,8 @@ def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
         ConfigError: if a layer needs another mask, which would cover only this rank's tokens.
     """
     window = options.get("local_size")
-    is_own = options.get("use_vmap") or options.get("attention_mask") is not None
-    if is_own or (window is not None and not _is_sliding_window(options)):
+    has_own_mask = options.get("use_vmap") or options.get("attention_mask") is not None
+    if has_own_mask or (window is not None and not _is_sliding_window(options)):
         raise ConfigError("a layer has a mask that is neither plainly causal nor a sliding window")
     if window is None:
         return None
@@ -250,8 +250,8 @@ class _SharedRowsAttention:
         mask_B1ST = batch.whole_row_starts.mask_B1ST(positions_S, window)
         if share.uses_eager:
             return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)
-        how = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
-        return _attend_with_mask(self.module, *inputs, mask_B1ST, **how)[0]
+        kwargs = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
+        return _attend_with_mask(self.module, *inputs, mask_B1ST, **kwargs)[0]
 
     def _attend_eagerly(
         self,
@@ -261,11 +261,11 @@ class _SharedRowsAttention:
         mask: torch.Tensor,
     ) -> torch.Tensor:
         """Call the family's own attention function; ``rank_part``: the module or a part of it."""
-        family = sys.modules[type(self.module).__module__].eager_attention_forward
-        hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
-        added = torch.where(mask, hidden.new_zeros(()), hidden)
-        how = {"dropout": self.dropout, "scaling": self.scaling, **options}
-        out: torch.Tensor = family(rank_part, *inputs, added, **how)[0]
+        eager_attention = sys.modules[type(self.module).__module__].eager_attention_forward
+        min_score = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
+        mask_bias = torch.where(mask, min_score.new_zeros(()), min_score)
+        kwargs = {"dropout": self.dropout, "scaling": self.scaling, **options}
+        out: torch.Tensor = eager_attention(rank_part, *inputs, mask_bias, **kwargs)[0]
         return out
 
 
@@ -299,8 +299,8 @@ def _attend_rows(
             return _unpad_heads(out_BTHD, value_BKTD), None
         attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not batch_context.batch.documents:
-        how = {"dropout": dropout, "scaling": scaling, **options}
-        return _attend_with_mask(module, *inputs, attention_mask, **how)
+        kwargs = {"dropout": dropout, "scaling": scaling, **options}
+        return _attend_with_mask(module, *inputs, attention_mask, **kwargs)
     if dropout:  # tiled attention has no dropout
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
@@ -324,23 +324,23 @@ def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     In DeepSeek's latent attention, value heads are narrower than query and key heads. Padding
     leaves scores unchanged and adds only zeros at the end of the result.
     """
-    most = max(tensor.shape[-1] for tensor in tensors)
-    return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]
+    max_dim = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(t, (0, max_dim - t.shape[-1])) if t.shape[-1] < max_dim else t for t in tensors]
 
 
 def _unpad_heads(out_BTHD: torch.Tensor, value_BKTD: torch.Tensor) -> torch.Tensor:
     """Cut the result of padded heads back to the width of the value heads."""
-    values = value_BKTD.shape[-1]
+    value_dim = value_BKTD.shape[-1]
     # The gradient of a slice is a copy, even of a slice that takes everything.
-    return out_BTHD if out_BTHD.shape[-1] == values else out_BTHD[..., :values]
+    return out_BTHD if out_BTHD.shape[-1] == value_dim else out_BTHD[..., :value_dim]
 
 
 def _join_documents(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
     """Return the documents' results as BTHD rows."""
     parts = [part.transpose(1, 2) for part in parts_BHLD]
-    joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
+    out = parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
-    return joined.reshape(num_rows, num_tokens, num_heads, -1)
+    return out.reshape(num_rows, num_tokens, num_heads, -1)
 
 
 def _slice_document(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -86,15 +86,15 @@ class FourBitLinear(nn.Linear):
         from bitsandbytes import matmul_4bit
 
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        given = x.to(self.compute_dtype)
+        cast_x = x.to(self.compute_dtype)
         if self.weight.device.type == "cpu" and self.in_features % BLOCK_SIZE:
-            out: torch.Tensor = _FourBitMatmul.apply(self, given, self.weight)
+            out: torch.Tensor = _FourBitMatmul.apply(self, cast_x, self.weight)
             out = out if bias is None else out + bias
         else:
             shape = (self.out_features, self.in_features)
             # Transposed, as bitsandbytes before 0.50 expects it.
-            packed = self.weight.t()
-            out = matmul_4bit(given, packed, quant_state=self._quant_state(shape), bias=bias)
+            weight_t = self.weight.t()
+            out = matmul_4bit(cast_x, weight_t, quant_state=self._quant_state(shape), bias=bias)
         return out.to(x.dtype)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
@@ -128,13 +128,18 @@ class FourBitLinear(nn.Linear):
         """
         start, scales = offset[0], []
         matrix = _StoredMatrix(index, stored_name, self.out_features, self.in_features)
-        for at, packed, absmax in matrix.quantize_pieces(
+        for position, codes, absmax in matrix.quantize_pieces(
             self.compute_dtype, local_tensor.device, reserve
         ):
             scales.append(absmax)
-            begin, end = max(at, start), min(at + packed.shape[0], start + local_tensor.shape[0])
+            begin, end = (
+                max(position, start),
+                min(position + codes.shape[0], start + local_tensor.shape[0]),
+            )
             if begin < end:
-                local_tensor[begin - start : end - start].copy_(packed[begin - at : end - at])
+                local_tensor[begin - start : end - start].copy_(
+                    codes[begin - position : end - position]
+                )
         values = _quantize_scales(torch.cat(scales))
         for name, value in zip(_SCALE_NAMES, values, strict=True):
             self.get_buffer(name).copy_(value)
@@ -188,8 +193,13 @@ class FourBitStack(nn.Module):
         super().__init__()
         self.shape, self.compute_dtype = stack.shape, dtype
         self.num_scales = -(-stack[0].numel() // BLOCK_SIZE)
-        more = -(-self.num_scales // SCALES_BLOCK_SIZE)
-        self.part_bytes = (self.num_scales * BLOCK_SIZE // 2, self.num_scales, 4 * more, 4)
+        num_outer_scales = -(-self.num_scales // SCALES_BLOCK_SIZE)
+        self.part_bytes = (
+            self.num_scales * BLOCK_SIZE // 2,
+            self.num_scales,
+            4 * num_outer_scales,
+            4,
+        )
         code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
         self.register_buffer("scales_code", code, persistent=False)
 
@@ -212,26 +222,28 @@ class FourBitStack(nn.Module):
         """Return the values of the experts in ``packed_E1N``: the whole stack or some of it."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
+        codes, scales, outer_scales, mean, *_ = packed_E1N[:, 0].split(
             [*self.part_bytes, self.row_bytes - sum(self.part_bytes)], dim=1
         )
         code = self.get_buffer("scales_code").view(torch.float32)
         scales_EB = code[scales.int()]
-        more_EB = _view_as_fp32(more).repeat_interleave(SCALES_BLOCK_SIZE, 1)[:, : self.num_scales]
-        scales_EB = scales_EB.mul_(more_EB).add_(_view_as_fp32(mean))
+        outer_scales_EB = _view_as_fp32(outer_scales).repeat_interleave(SCALES_BLOCK_SIZE, 1)[
+            :, : self.num_scales
+        ]
+        scales_EB = scales_EB.mul_(outer_scales_EB).add_(_view_as_fp32(mean))
         step = max(1, _MAX_KERNEL_VALUES // (self.num_scales * BLOCK_SIZE))
         experts = [
             dequantize_4bit(
-                some_EN.reshape(-1, 1),
+                piece_EN.reshape(-1, 1),
                 QuantState(
                     scales_EB[first : first + step].flatten(),
-                    shape=torch.Size((len(some_EN), self.num_scales * BLOCK_SIZE)),
+                    shape=torch.Size((len(piece_EN), self.num_scales * BLOCK_SIZE)),
                     blocksize=BLOCK_SIZE,
                     quant_type="nf4",
                     dtype=self.compute_dtype,
                 ),
             )
-            for first, some_EN in zip(range(0, len(codes), step), codes.split(step), strict=True)
+            for first, piece_EN in zip(range(0, len(codes), step), codes.split(step), strict=True)
         ]
         out_EN = experts[0] if len(experts) == 1 else torch.cat(experts)
         return out_EN[:, : self.shape[1] * self.shape[2]].reshape(-1, *self.shape[1:])
@@ -257,16 +269,16 @@ class FourBitStack(nn.Module):
                 index, stored_name, self.shape[1], self.shape[2], (offset[0] + i,)
             )
             row, scales = local_tensor[i, 0].zero_(), []
-            for at, packed, absmax in matrix.quantize_pieces(
+            for position, codes, absmax in matrix.quantize_pieces(
                 self.compute_dtype, local_tensor.device, reserve
             ):
                 scales.append(absmax)
-                row[at : at + len(packed)].copy_(packed.flatten())
+                row[position : position + len(codes)].copy_(codes.flatten())
             *parts, _ = _quantize_scales(torch.cat(scales))
-            at = self.part_bytes[0]
+            position = self.part_bytes[0]
             for values in parts:
-                row[at : at + len(values)].copy_(values)
-                at += len(values)
+                row[position : position + len(values)].copy_(values)
+                position += len(values)
         # The table is the same for any scales.
         *_, code = _quantize_scales(torch.ones(1, device=local_tensor.device))
         self.get_buffer("scales_code").copy_(code)
@@ -319,11 +331,11 @@ class _StoredMatrix:
         step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
         for first in range(0, self.rows, step):
             shape = (*(1 for _ in self.stack_index), min(step, self.rows - first), self.width)
-            piece, at = torch.empty(shape, dtype=dtype), (*self.stack_index, first, 0)
-            self.index.fill(piece, self.stored_name, at, reserve)
-            self.index.require_finite(piece, self.stored_name, at)
-            packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK_SIZE, quant_type="nf4")
-            yield first * self.width // 2, packed, state.absmax
+            piece, offset = torch.empty(shape, dtype=dtype), (*self.stack_index, first, 0)
+            self.index.fill(piece, self.stored_name, offset, reserve)
+            self.index.require_finite(piece, self.stored_name, offset)
+            codes, state = quantize_4bit(piece.to(device), blocksize=BLOCK_SIZE, quant_type="nf4")
+            yield first * self.width // 2, codes, state.absmax
 
 
 def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -332,8 +344,8 @@ def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     mean = scales.mean()
     codes, state = quantize_blockwise(scales - mean, blocksize=SCALES_BLOCK_SIZE)
-    found = (codes, state.absmax, mean.reshape(1), state.code)
-    return tuple(values.contiguous().view(torch.uint8) for values in found)
+    parts = (codes, state.absmax, mean.reshape(1), state.code)
+    return tuple(values.contiguous().view(torch.uint8) for values in parts)
 
 
 # -- Both kinds of packed bases.
@@ -357,12 +369,16 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     if in_4_bits:
         require_bitsandbytes()
     blocks = find_blocks(model)
-    others = find_unquantized_layers(model, blocks)
+    plain_layers = find_unquantized_layers(model, blocks)
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear and not child.weight.requires_grad and child not in others:
-                kind = FourBitLinear if in_4_bits else Float8Linear
-                setattr(owner, name, kind(child, dtype))
+            if (
+                type(child) is nn.Linear
+                and not child.weight.requires_grad
+                and child not in plain_layers
+            ):
+                layer_class = FourBitLinear if in_4_bits else Float8Linear
+                setattr(owner, name, layer_class(child, dtype))
     # Some families (Jamba) read a layer's weight directly, unless the config says, as for models
     # that transformers has quantized, that the weight is not a plain matrix.
     model.config._is_quantized = True
@@ -387,8 +403,8 @@ def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
 
 def unpack_linears(module: nn.Module) -> nn.Module:
     """Replace packed linear layers by plain ones of the same values; return the module."""
-    packed = [(path, m) for path, m in module.named_modules() if isinstance(m, PackedLinear)]
-    for path, layer in packed:
+    packed_layers = [(path, m) for path, m in module.named_modules() if isinstance(m, PackedLinear)]
+    for path, layer in packed_layers:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         plain.weight = nn.Parameter(layer.unpack(layer.weight), requires_grad=False)
         plain.bias = layer.bias
@@ -398,8 +414,10 @@ def unpack_linears(module: nn.Module) -> nn.Module:
 
 def unpacked_stack_bytes(module: nn.Module) -> int:
     """Return the bytes of frozen experts that are not packed, because they are not decorated."""
-    own = (p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False))
-    return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
+    parameters = (
+        p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False)
+    )
+    return sum(p.nbytes for p in parameters if not p.requires_grad and p.is_floating_point())
 
 
 def scale_bytes(layer: PackedLayer) -> int:

@@ -35,31 +35,31 @@ def apply_rope_scaling(config: Any, content: Mapping[str, Any], scaling: Mapping
     Raises:
         ConfigError: if the model family does not support this scaling.
     """
-    said, kind = format_rope_scaling(scaling), config.get_text_config().model_type
-    before = _rotary_parameters(config)
-    if not before:
-        raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
-    if (own := before.get("rope_type", _DEFAULT_ROPE_TYPE)) not in (
+    text, kind = format_rope_scaling(scaling), config.get_text_config().model_type
+    old_parameters = _rotary_parameters(config)
+    if not old_parameters:
+        raise ConfigError(f"{text}: a {kind} model has no rotary positions to scale")
+    if (rope := old_parameters.get("rope_type", _DEFAULT_ROPE_TYPE)) not in (
         _DEFAULT_ROPE_TYPE,
         *ROPE_TYPES,
     ):
         raise ConfigError(
-            f"{said}: a {kind} model has {own} rotary positions, which any scaling would replace; "
+            f"{text}: a {kind} model has {rope} rotary positions, which any scaling would replace; "
             "leave model.rope_scaling out"
         )
     try:
-        scaled = type(config).from_dict(apply_rope_scaling_to_json(config, content, scaling))
+        scaled_config = type(config).from_dict(apply_rope_scaling_to_json(config, content, scaling))
     except Exception as error:  # whatever the family's own checks raise
         raise ConfigError(
-            f"{said}: transformers rejects this scaling for a {kind} model: {first_line(error)}"
+            f"{text}: transformers rejects this scaling for a {kind} model: {first_line(error)}"
         ) from None
-    found, wanted = _rotary_parameters(scaled), _replace_scaling(before, scaling)
-    if other := [f"{k}={found.get(k)}" for k, v in wanted.items() if found.get(k) != v]:
+    actual, expected = _rotary_parameters(scaled_config), _replace_scaling(old_parameters, scaling)
+    if diff := [f"{k}={actual.get(k)}" for k, v in expected.items() if actual.get(k) != v]:
         raise ConfigError(
-            f"{said}: transformers turns it into {', '.join(other)} for a {kind} model; use a kind "
+            f"{text}: transformers turns it into {', '.join(diff)} for a {kind} model; use a kind "
             "of scaling that the model's own configuration names"
         )
-    return scaled
+    return scaled_config
 
 
 def apply_rope_scaling_to_json(
@@ -71,14 +71,14 @@ def apply_rope_scaling_to_json(
     ``scaling`` may come from ``length_independent_scaling``.
     """
     text_config = config.get_text_config()
-    inside = [name for name in config.sub_configs if getattr(config, name, None) is text_config]
-    name = next((name for name in inside if isinstance(content.get(name), dict)), None)
+    text_keys = [name for name in config.sub_configs if getattr(config, name, None) is text_config]
+    name = next((name for name in text_keys if isinstance(content.get(name), dict)), None)
     part = dict(content if name is None else content[name])
-    if isinstance(whole := part.get("rope_parameters"), dict):
-        old_parameters = whole.get(_FULL_ATTENTION, whole)
+    if isinstance(all_parameters := part.get("rope_parameters"), dict):
+        old_parameters = all_parameters.get(_FULL_ATTENTION, all_parameters)
         new = _replace_scaling(old_parameters, scaling)
         part["rope_parameters"] = (
-            new if old_parameters is whole else {**whole, _FULL_ATTENTION: new}
+            new if old_parameters is all_parameters else {**all_parameters, _FULL_ATTENTION: new}
         )
     else:
         new = _replace_scaling(part.get("rope_scaling") or {}, scaling)
@@ -98,10 +98,10 @@ def _replace_scaling(
     old_parameters: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return ``scaling`` and those of ``old_parameters`` that belong to no scaling."""
-    kept = {key: value for key, value in old_parameters.items() if key not in SCALING_KEYS}
+    parameters = {key: value for key, value in old_parameters.items() if key not in SCALING_KEYS}
     if _ATTENTION_SCALE in old_parameters and ORIGINAL_LENGTH_KEY in old_parameters:
-        kept[ORIGINAL_LENGTH_KEY] = old_parameters[ORIGINAL_LENGTH_KEY]
-    return kept | {key: value for key, value in scaling.items() if key != _MAX_POSITIONS_KEY}
+        parameters[ORIGINAL_LENGTH_KEY] = old_parameters[ORIGINAL_LENGTH_KEY]
+    return parameters | {key: value for key, value in scaling.items() if key != _MAX_POSITIONS_KEY}
 
 
 def _scaled_positions(
@@ -140,7 +140,7 @@ def length_independent_scaling(
         return {**scaling, "short_factor": scaling["long_factor"]}
     if kind != "dynamic":
         return dict(scaling)
-    parameters, trained = (
+    parameters, old_positions = (
         _rotary_parameters(config) | dict(scaling),
         text_config.max_position_embeddings,
     )
@@ -149,8 +149,8 @@ def length_independent_scaling(
         or text_config.hidden_size // text_config.num_attention_heads
     )
     dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    positions, factor = max(num_tokens, trained), scaling["factor"]
-    stretch = (factor * positions / trained - (factor - 1)) ** (dim / (dim - 2))
+    positions, factor = max(num_tokens, old_positions), scaling["factor"]
+    stretch = (factor * positions / old_positions - (factor - 1)) ** (dim / (dim - 2))
     return {
         "rope_type": _DEFAULT_ROPE_TYPE,
         "rope_theta": parameters["rope_theta"] * stretch,
@@ -160,8 +160,8 @@ def length_independent_scaling(
 
 def _rotary_parameters(config: Any) -> dict[str, Any]:
     """Return the rotary parameters of the full-attention layers; empty if there are none."""
-    found: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return found.get(_FULL_ATTENTION, found)
+    parameters: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return parameters.get(_FULL_ATTENTION, parameters)
 
 
 def require_scaling_support(model: nn.Module, scaling: Mapping[str, Any]) -> None:
@@ -171,11 +171,11 @@ def require_scaling_support(model: nn.Module, scaling: Mapping[str, Any]) -> Non
         ConfigError: if no part of ``model`` has the scaling's ``rope_type``.
     """
     kinds = [getattr(part, "rope_type", None) for part in model.modules()]
-    named = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}
-    if scaling["rope_type"] not in named:
-        kind = getattr(model, "config", None)
+    rope_types = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}
+    if scaling["rope_type"] not in rope_types:
+        config = getattr(model, "config", None)
         raise ConfigError(
-            f"{format_rope_scaling(scaling)}: transformers' {getattr(kind, 'model_type', '')} "
+            f"{format_rope_scaling(scaling)}: transformers' {getattr(config, 'model_type', '')} "
             "model ignores this setting when it computes positions"
         )
 
@@ -200,9 +200,9 @@ def llama3_frequency_divisors(config: Any) -> torch.Tensor:
     """Return the divisor of each rotary frequency under a transformers config's Llama 3 scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    exponents = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(len(frequencies), dtype=torch.float32) / len(frequencies)
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / frequencies
 
 
 def fix_rotary_frequencies(module: nn.Module, seq_len: int) -> None:

@@ -65,8 +65,8 @@ class RowShard:
 
     def shard_to_rank(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of a tensor that has all tokens of the rows along ``dim``."""
-        own = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
-        return own[0] if len(own) == 1 else torch.cat(own, dim)
+        parts = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class SharedRows(Protocol):
@@ -126,8 +126,8 @@ class RankShare:
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
-        summed: torch.Tensor = _SumOfShares.apply(x, self._collectives)
-        return summed
+        total: torch.Tensor = _SumOfShares.apply(x, self._collectives)
+        return total
 
     def _exchange_heads(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         num_rows, _, num_own, _ = inputs_BHSD[0].shape
@@ -135,17 +135,17 @@ class RankShare:
         parts = [self._group_heads_by_rank(x) for x in repeat_kv_heads(inputs_BHSD, size)]
         widths = [part.shape[2] * part.shape[3] for part in parts]
         sent_CNF = torch.cat([part.flatten(2) for part in parts], -1)
-        come_CNF: torch.Tensor = _AllToAll.apply(sent_CNF, exchange)
-        come_BTF = come_CNF.view(size, num_rows, num_own, -1).transpose(0, 1).flatten(1, 2)
+        received_CNF: torch.Tensor = _AllToAll.apply(sent_CNF, exchange)
+        received_BTF = received_CNF.view(size, num_rows, num_own, -1).transpose(0, 1).flatten(1, 2)
         heads = [
             values.unflatten(-1, part.shape[2:]).transpose(1, 2)
-            for values, part in zip(come_BTF.split(widths, -1), parts, strict=True)
+            for values, part in zip(received_BTF.split(widths, -1), parts, strict=True)
         ]
         out_BTHD = attention(self.part.rank, *heads)
         out_CNF = out_BTHD.reshape(num_rows, size, num_own, -1).transpose(0, 1).flatten(1, 2)
-        back_CNF: torch.Tensor = _AllToAll.apply(out_CNF.contiguous(), exchange)
-        back = back_CNF.view(size, num_rows, num_own, *out_BTHD.shape[2:])
-        return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        result_CNF: torch.Tensor = _AllToAll.apply(out_CNF.contiguous(), exchange)
+        result = result_CNF.view(size, num_rows, num_own, *out_BTHD.shape[2:])
+        return result.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _group_heads_by_rank(self, x_BHSD: torch.Tensor) -> torch.Tensor:
         """Return heads grouped by the rank that receives them, [C, B S, H / C, D]."""
@@ -155,12 +155,12 @@ class RankShare:
     def _gather_keys_and_values(self, inputs_BKSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return keys and values of all tokens in order, BKTD."""
         sent_BSF = torch.cat([x.transpose(1, 2).flatten(2) for x in inputs_BKSD], -1)
-        come_RSF: torch.Tensor = _Gather.apply(sent_BSF, self._collectives, self.part.size)
-        come_BTF = join_head_tail(come_RSF.unflatten(0, (self.part.size, -1)))
+        gathered_RSF: torch.Tensor = _Gather.apply(sent_BSF, self._collectives, self.part.size)
+        gathered_BTF = join_head_tail(gathered_RSF.unflatten(0, (self.part.size, -1)))
         widths = [x.shape[1] * x.shape[3] for x in inputs_BKSD]
         return [
             values.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
-            for values, x in zip(come_BTF.split(widths, -1), inputs_BKSD, strict=True)
+            for values, x in zip(gathered_BTF.split(widths, -1), inputs_BKSD, strict=True)
         ]
 
 
@@ -209,9 +209,9 @@ class _Gather(torch.autograd.Function):
 class _SumOfShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collectives: RowCollectives) -> torch.Tensor:
-        summed = x.clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(summed)
-        return summed
+        total = x.clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(total)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -249,8 +249,8 @@ class RankHeadsView:
 
     def shard_to_rank(self, value: Any) -> Any:
         """Return this rank's part of a parameter with one value per head; else ``value``."""
-        whole = (self._size * self._heads,)
-        if not isinstance(value, torch.nn.Parameter) or value.shape != whole:
+        full_shape = (self._size * self._heads,)
+        if not isinstance(value, torch.nn.Parameter) or value.shape != full_shape:
             return value
         return value.chunk(self._size)[self._rank]
 
@@ -266,14 +266,14 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     ``padding`` and pairs still describe whole rows, except
     ``PreferencePairs.num_own_loss_tokens_P2``.
     """
-    more = -batch.tokens_BT.shape[1] % part.num_slices
+    num_added = -batch.tokens_BT.shape[1] % part.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
-    padding = [n + more for n in batch.padding or [0] * len(lengths)]
-    if more:
+    padding = [n + num_added for n in batch.padding or [0] * len(lengths)]
+    if num_added:
         lengths = [
-            [*row[: len(row) - (n > more)], n] for row, n in zip(lengths, padding, strict=True)
+            [*row[: len(row) - (n > num_added)], n] for row, n in zip(lengths, padding, strict=True)
         ]
-    positions_BT = F.pad(batch.positions_BT, (0, more))
+    positions_BT = F.pad(batch.positions_BT, (0, num_added))
     num_tokens = positions_BT.shape[1]
     for positions_T, n in zip(positions_BT, padding, strict=True):
         positions_T[num_tokens - n :] = torch.arange(n)
@@ -281,13 +281,15 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     loss_tokens = _find_own_loss_tokens(batch, slices, part)
     return replace(
         batch,
-        tokens_BT=part.shard_to_rank(F.pad(batch.tokens_BT, (0, more))).contiguous(),
+        tokens_BT=part.shard_to_rank(F.pad(batch.tokens_BT, (0, num_added))).contiguous(),
         labels_BT=part.shard_to_rank(
-            F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)
+            F.pad(batch.labels_BT, (0, num_added), value=IGNORED_LABEL)
         ).contiguous(),
         positions_BT=part.shard_to_rank(positions_BT).contiguous(),
         num_loss_tokens=loss_tokens.count,
-        num_tokens=sum(len(range(num_tokens - n)[own]) for n in padding for own in slices),
+        num_tokens=sum(
+            len(range(num_tokens - n)[own_slice]) for n in padding for own_slice in slices
+        ),
         document_lengths=lengths,
         padding=padding,
         pairs=batch.pairs
@@ -303,8 +305,10 @@ def count_own_tokens(batch: Batch, part: RowShard) -> tuple[int, int]:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
     num_rows, num_tokens = batch.tokens_BT.shape
     slices = part.slices(num_tokens + -num_tokens % part.num_slices)
-    learned = sum(int((batch.labels_BT[:, own] != IGNORED_LABEL).sum()) for own in slices)
-    return num_rows * sum(own.stop - own.start for own in slices), learned
+    num_loss_tokens = sum(
+        int((batch.labels_BT[:, own_slice] != IGNORED_LABEL).sum()) for own_slice in slices
+    )
+    return num_rows * sum(own_slice.stop - own_slice.start for own_slice in slices), num_loss_tokens
 
 
 @dataclass(frozen=True)
@@ -326,8 +330,8 @@ def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowShard)
         )
     column_N = torch.nonzero(batch.labels_BT != IGNORED_LABEL)[:, 1]
     is_own_N = torch.zeros_like(column_N, dtype=torch.bool)
-    for own in slices:
-        is_own_N |= (column_N >= own.start) & (column_N < own.stop)
+    for own_slice in slices:
+        is_own_N |= (column_N >= own_slice.start) & (column_N < own_slice.stop)
     num_loss_tokens_P2 = None
     if pairs is not None:
         counts = pairs.num_loss_tokens_P2.flatten()
@@ -343,13 +347,13 @@ def shard_documents(lengths: Sequence[Sequence[int]], part: RowShard) -> list[Do
 
     ``lengths``: the lengths of each row's documents; the number of slices must divide their sum.
     """
-    found = []
+    parts = []
     for row, row_lengths in enumerate(lengths):
         ends = list(accumulate(row_lengths))
-        for own in part.slices(ends[-1]):
-            found += [
-                (row, start, max(start, own.start), min(stop, own.stop))
+        for own_slice in part.slices(ends[-1]):
+            parts += [
+                (row, start, max(start, own_slice.start), min(stop, own_slice.stop))
                 for start, stop in pairwise([0, *ends])
-                if start < own.stop and stop > own.start
+                if start < own_slice.stop and stop > own_slice.start
             ]
-    return found
+    return parts

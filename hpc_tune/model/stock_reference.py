@@ -113,9 +113,10 @@ def shrink_config(
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = {
                 layer: {
-                    n: _shrink_field(n, v, config, factor, head_divisor) for n, v in own.items()
+                    n: _shrink_field(n, v, config, factor, head_divisor)
+                    for n, v in layer_fields.items()
                 }
-                for layer, own in value.items()
+                for layer, layer_fields in value.items()
                 if not layers or int(layer) < layers
             }
         elif name in config.sub_configs and isinstance(value, dict):  # such as DBRX's attention
@@ -217,7 +218,9 @@ def _shrink_to_one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
         if isinstance(value, list | tuple) and len(value) == layers:
             small[name] = list(value[:1])
         elif name == "per_layer_config" and isinstance(value, dict):
-            small[name] = {layer: own for layer, own in value.items() if int(layer) == 0}
+            small[name] = {
+                layer: layer_fields for layer, layer_fields in value.items() if int(layer) == 0
+            }
         elif isinstance(value, dict) and "model_type" in value:  # one of two encoders
             small[name] = _shrink_to_one_layer(value, factor)
         is_width = name == "embed_dim" or _WIDTH_FIELDS.match(name)
@@ -230,31 +233,31 @@ def list_shrink_factors(config: Any) -> list[int]:
     """Return the possible divisors for a configuration's widths, the largest first."""
     fields: dict[str, Any] = config.to_dict()
     heads = value_shared_by_layers(config, "num_attention_heads")
-    hidden = getattr(config, "hidden_size", None)
+    hidden_size = getattr(config, "hidden_size", None)
     sizes = {name: n for name, n in fields.items() if name.endswith("head_dim") and n}
     sizes = {name: n for name, n in sizes.items() if isinstance(n, int)}
     if sizes:  # linear attention, or heads without rotary positions, may name it differently
         size = sizes.get("head_dim") or min(sizes.values())
-    elif isinstance(heads, int) and isinstance(hidden, int) and heads:
-        size = hidden // heads
+    elif isinstance(heads, int) and isinstance(hidden_size, int) and heads:
+        size = hidden_size // heads
     else:
-        size = hidden // 8 if isinstance(hidden, int) else MIN_HEAD_SIZE
+        size = hidden_size // 8 if isinstance(hidden_size, int) else MIN_HEAD_SIZE
     return [f for f in WIDTH_DIVISORS if f == 1 or (size % f == 0 and size // f >= MIN_HEAD_SIZE)]
 
 
 def _count_needed_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     """Return how many of the first layers include one of each kind, at least two."""
-    dense = [fields.get(name) for name in _NUM_DENSE_FIELDS]
-    enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
+    dense_counts = [fields.get(name) for name in _NUM_DENSE_FIELDS]
+    num_needed = max([2, *(number + 1 for number in dense_counts if isinstance(number, int))])
     for name in _LAYER_KIND_FIELDS:
         kinds = fields.get(name, getattr(config, name, None))
         if name == "attn_layer_indices" and kinds:
-            enough = max(enough, min(kinds) + 1)
+            num_needed = max(num_needed, min(kinds) + 1)
         elif isinstance(kinds, list) and len(kinds) == layers:
-            enough = max(enough, max(kinds.index(kind) for kind in set(kinds)) + 1)
+            num_needed = max(num_needed, max(kinds.index(kind) for kind in set(kinds)) + 1)
         elif isinstance(kinds, list) and kinds:
-            enough = max(enough, len(kinds))
-    return enough
+            num_needed = max(num_needed, len(kinds))
+    return num_needed
 
 
 def _count_needed_experts(config: Any) -> int:
@@ -367,11 +370,13 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
 
     disable_progress_bar()
     try:
-        why, text = "", language_config(config, directory)
+        reason, text = "", language_config(config, directory)
     except DataError as error:
         raise UncheckableArchitecture(str(error).removeprefix(f"{directory}: ")) from None
-    others = (1,) if text is config else OTHER_DIVISORS
-    for sizes in itertools.product(HEAD_DIVISORS, (False, True), list_shrink_factors(text), others):
+    other_divisors = (1,) if text is config else OTHER_DIVISORS
+    for sizes in itertools.product(
+        HEAD_DIVISORS, (False, True), list_shrink_factors(text), other_divisors
+    ):
         head_divisor, keep_all_layers, factor, other_divisor = sizes
         try:
             small = shrink_whole_config(
@@ -380,7 +385,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
             with torch.device("meta"):
                 model = auto_model_class(config).from_config(small, dtype=torch.float32)
             if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
-                why = why or f"the smallest has {values:,} values"
+                reason = reason or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -392,10 +397,10 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
             _document_loss(model.eval(), torch.arange(3, 12))
             _save_model(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-            why = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             continue
         return
-    raise UncheckableArchitecture(why)
+    raise UncheckableArchitecture(reason)
 
 
 def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -431,8 +436,10 @@ def compute_stock_losses(
             total.backward()
             losses.append(total.item())
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UncheckableArchitecture(f"transformers' own training step fails with {why}") from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UncheckableArchitecture(
+            f"transformers' own training step fails with {reason}"
+        ) from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -450,10 +457,10 @@ def compute_reference_losses(
     for seed in range(_MAX_DRAWS):
         write_small_model(config, directory, seed)
         with TopKGapRecorder() as choices:
-            found = compute_stock_losses(directory, documents)
+            reference = compute_stock_losses(directory, documents)
         if not choices.is_tied:
             break
-    return found
+    return reference
 
 
 def _save_model(model: Any, directory: Path) -> None:
@@ -465,8 +472,8 @@ def _save_model(model: Any, directory: Path) -> None:
     tensors = revert_weight_conversion(
         model, remove_tied_weights_from_state_dict(model.state_dict(), model)
     )
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    state_dict = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(state_dict, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(directory)
 
 

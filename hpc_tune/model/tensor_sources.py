@@ -73,8 +73,10 @@ class Box:
 
     def slices(self, origin: tuple[int, ...] = ()) -> tuple[slice, ...]:
         """Return the box's index in a part that begins at ``origin``, or in the whole tensor."""
-        at = origin or (0,) * len(self.offset)
-        return tuple(slice(a - o, b - o) for a, b, o in zip(self.offset, self.end, at, strict=True))
+        start = origin or (0,) * len(self.offset)
+        return tuple(
+            slice(a - o, b - o) for a, b, o in zip(self.offset, self.end, start, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -186,26 +188,28 @@ class PlainTensor(TensorSource):
         self, piece: StoredBox, local_tensor: torch.Tensor, target: Box, reserve: ReserveFunction
     ) -> int:
         """Copy a piece's overlap with ``target`` to ``local_tensor``; return how many values."""
-        if (found := piece.box.overlap(target)) is None:
+        if (overlap := piece.box.overlap(target)) is None:
             return 0
         try:
             handle = self.files.open(piece.file)
-            stored = handle.get_slice(piece.stored_name)
+            stored_slice = handle.get_slice(piece.stored_name)
             if local_tensor.dim() == 0:
                 local_tensor.copy_(handle.get_tensor(piece.stored_name))
                 return 1
-            for rows in _cut_into_row_pieces(found):
+            for rows in _cut_into_row_pieces(overlap):
                 part = local_tensor[rows.slices(target.offset)]
                 # The pages of ``local_tensor`` first touched here, and the file's.
                 reserve(2 * part.nbytes)
-                part.copy_(stored[rows.slices(piece.box.offset)])
+                part.copy_(stored_slice[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
             raise self._read_error(piece, error) from None
-        return found.num_values
+        return overlap.num_values
 
     def _read_error(self, piece: StoredBox, error: Exception) -> HpcTuneError:
-        why = explain_open_failure(piece.file)
-        return self.files.error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
+        reason = explain_open_failure(piece.file)
+        return self.files.error(
+            reason or f"{piece.file}: {piece.stored_name} cannot be read: {error}"
+        )
 
 
 def explain_open_failure(file: Path) -> str | None:
@@ -293,9 +297,9 @@ class Mxfp4Stack(TensorSource):
     ) -> None:
         """See ``TensorSource``."""
         for part in _cut_into_expert_pieces(Box(offset, tuple(local_tensor.shape))):
-            into = local_tensor[part.slices(offset)]
-            reserve(into.nbytes + PIECE_BYTES)
-            into.copy_(self._dequantize(part))
+            local_part = local_tensor[part.slices(offset)]
+            reserve(local_part.nbytes + PIECE_BYTES)
+            local_part.copy_(self._dequantize(part))
 
     def _dequantize(self, part: Box) -> torch.Tensor:
         """Return a box of one expert in fp32."""
@@ -347,8 +351,8 @@ class StoredPart:
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
                 local_tensor = local_tensor.select(dim, 0)
-        kept = [axis for axis in self.axes if axis is not None]
-        return local_tensor.permute([kept.index(axis) for axis in range(len(kept))])
+        axes = [axis for axis in self.axes if axis is not None]
+        return local_tensor.permute([axes.index(axis) for axis in range(len(axes))])
 
     def offset_of(self, box: Box) -> tuple[int, ...]:
         """Return the offset in the stored tensor of a box of the joined one within this part."""
@@ -367,8 +371,8 @@ class JoinedTensor(TensorSource):
     def from_parts(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
         """Join parts; the result has the name, dtype and file of the first part."""
         first, *others = parts
-        stored = first.stored
-        return cls(stored.name, shape, stored.dtype, stored.file, (first, *others))
+        source = first.stored
+        return cls(source.name, shape, source.dtype, source.file, (first, *others))
 
     def fill(
         self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
@@ -376,9 +380,9 @@ class JoinedTensor(TensorSource):
         """See ``TensorSource``."""
         target = Box(offset, tuple(local_tensor.shape))
         for part in self.parts:
-            if (found := part.box.overlap(target)) is not None:
-                view = part.view(local_tensor[found.slices(offset)])
-                part.stored.fill(view, part.offset_of(found), reserve)
+            if (overlap := part.box.overlap(target)) is not None:
+                view = part.view(local_tensor[overlap.slices(offset)])
+                part.stored.fill(view, part.offset_of(overlap), reserve)
 
 
 def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
@@ -401,10 +405,10 @@ def find_renamed_tensors(model: Any, stored_names: Iterable[str]) -> dict[str, s
 
     renamed = {}
     renamings, converters = _find_conversions(model)
-    for stored in sorted(stored_names):
-        name, converted = rename_source_key(stored, renamings, converters)
-        if converted is None and name != stored:
-            renamed[name] = stored
+    for stored_name in sorted(stored_names):
+        name, pattern = rename_source_key(stored_name, renamings, converters)
+        if pattern is None and name != stored_name:
+            renamed[name] = stored_name
     return renamed
 
 
@@ -435,30 +439,30 @@ def find_joined_tensors(
     renamings, converters = _find_conversions(model)
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     sources: dict[str, dict[str, list[TensorSource]]] = defaultdict(lambda: defaultdict(list))
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for one in sorted(stored, key=_natural_sort_key):
-        if one.name in own:  # stored in its final form, as some files do
+    model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for source in sorted(stored, key=_natural_sort_key):
+        if source.name in model_shapes:  # stored in its final form, as some files do
             continue
-        name, pattern = rename_source_key(one.name, renamings, converters)
+        name, pattern = rename_source_key(source.name, renamings, converters)
         if pattern is not None:
-            sources[name][pattern].append(one)
-    joined, unfollowed = {}, {}
+            sources[name][pattern].append(source)
+    joined_tensors, unfollowed = {}, {}
     for name, tensors_by_source in sources.items():
         converter = by_pattern[next(iter(tensors_by_source))]
         operations = {type(operation).__name__ for operation in converter.operations}
         if operations - _OPERATIONS.keys():
             unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
-        _require_all_experts(name, tensors_by_source, own.get(name, ()))
-        found = _apply_conversion(converter, tensors_by_source, own.get(name))
-        if found is not None:
-            joined[name] = replace(found, name=name)
-    return joined, unfollowed
+        _require_all_experts(name, tensors_by_source, model_shapes.get(name, ()))
+        joined_tensor = _apply_conversion(converter, tensors_by_source, model_shapes.get(name))
+        if joined_tensor is not None:
+            joined_tensors[name] = replace(joined_tensor, name=name)
+    return joined_tensors, unfollowed
 
 
-def _natural_sort_key(stored: TensorSource) -> list[tuple[int, str]]:
+def _natural_sort_key(source: TensorSource) -> list[tuple[int, str]]:
     """Return a sort key that puts expert 10 after expert 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in stored.name.split(".")]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in source.name.split(".")]
 
 
 def _apply_conversion(
@@ -469,8 +473,8 @@ def _apply_conversion(
     """Apply a conversion to stored tensors; return None if the result is not a single tensor."""
     groups = [
         [
-            JoinedTensor.from_parts(stored.shape, [StoredPart.cover_tensor(stored)])
-            for stored in tensors_by_source[pattern]
+            JoinedTensor.from_parts(source.shape, [StoredPart.cover_tensor(source)])
+            for source in tensors_by_source[pattern]
         ]
         for pattern in converter.source_patterns
         if pattern in tensors_by_source
@@ -490,15 +494,15 @@ def _apply_merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
 
 def _stack_tensors(group: list[JoinedTensor], dim: int) -> JoinedTensor:
     layers = []
-    for one in group:
-        shape = (*one.shape[:dim], 1, *one.shape[dim:])
+    for tensor in group:
+        shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
         parts = (
             StoredPart(
                 part.stored,
                 Box(_replace_item(part.box.offset, dim, 0), _replace_item(part.box.shape, dim, 1)),
                 _replace_item(part.axes, dim, None),
             )
-            for part in one.parts
+            for part in tensor.parts
         )
         layers.append(JoinedTensor.from_parts(shape, parts))
     return _concatenate_tensors(layers, dim)
@@ -513,7 +517,7 @@ def _drop_item(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
 
 
 def _apply_concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
-    return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
+    return [[_concatenate_tensors([tensor for group in groups for tensor in group], operation.dim)]]
 
 
 def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
@@ -542,18 +546,18 @@ def _apply_transpose(operation: Any, groups: _Groups, target: tuple[int, ...] | 
         out[first], out[second] = out[second], out[first]
         return tuple(out)
 
-    def transpose_tensor(one: JoinedTensor) -> JoinedTensor:
-        if operation.check_dims and one.shape == target:
-            return one
+    def transpose_tensor(source: JoinedTensor) -> JoinedTensor:
+        if operation.check_dims and source.shape == target:
+            return source
         parts = (
             StoredPart(
                 p.stored, Box(swap_axes(p.box.offset), swap_axes(p.box.shape)), swap_axes(p.axes)
             )
-            for p in one.parts
+            for p in source.parts
         )
-        return JoinedTensor.from_parts(swap_axes(one.shape), parts)
+        return JoinedTensor.from_parts(swap_axes(source.shape), parts)
 
-    return [[transpose_tensor(one) for one in group] for group in groups]
+    return [[transpose_tensor(tensor) for tensor in group] for group in groups]
 
 
 _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
@@ -568,7 +572,7 @@ def _require_all_experts(
 ) -> None:
     """Refuse a stack with missing experts: the others would be shifted into their places."""
     counts = {
-        pattern: len(stored) for pattern, stored in tensors_by_source.items() if ".*." in pattern
+        pattern: len(tensors) for pattern, tensors in tensors_by_source.items() if ".*." in pattern
     }
     if len(target) != 3 or set(counts.values()) <= {target[0]}:
         return

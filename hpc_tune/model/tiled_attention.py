@@ -168,12 +168,12 @@ class _Tiling:
 def _write_tokens(
     tokens: list[torch.Tensor], indices: torch.Tensor | None, out_BTHD: torch.Tensor
 ) -> None:
-    joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+    all_tokens = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
     out_SHD = out_BTHD.flatten(0, 1)
     if indices is None:
-        out_SHD.copy_(joined)
+        out_SHD.copy_(all_tokens)
     else:
-        torch.index_select(joined, 0, indices, out=out_SHD)
+        torch.index_select(all_tokens, 0, indices, out=out_SHD)
 
 
 @lru_cache(maxsize=8)
@@ -186,22 +186,22 @@ def _make_tiling(
 ) -> _Tiling:
     spans = zip(*(flat_spans[n::4] for n in range(4)), strict=True)
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
-    before = num_earlier_keys or (0,) * len(documents)
-    longest = max(e + b - a for e, (_, a, b) in zip(before, documents, strict=True))
+    earlier_counts = num_earlier_keys or (0,) * len(documents)
+    longest = max(e + b - a for e, (_, a, b) in zip(earlier_counts, documents, strict=True))
     tile = TILE_TOKENS if longest <= MAX_SHORT_DOCUMENT_TOKENS else LONG_TILE_TOKENS
     is_whole = num_tokens % TILE_TOKENS == 0 and all(b - a == num_tokens for _, a, b in documents)
-    if is_whole and not any(before):
+    if is_whole and not any(earlier_counts):
         return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, None, tile)
     by_length, keys_start = defaultdict(list), 0
-    for (row, start, stop), e in zip(documents, before, strict=True):
-        padded = -(-(stop - start) // TILE_TOKENS) * TILE_TOKENS
+    for (row, start, stop), e in zip(documents, earlier_counts, strict=True):
+        padded_length = -(-(stop - start) // TILE_TOKENS) * TILE_TOKENS
         token = row * num_tokens + start
-        by_length[padded, e].append((token, stop - start, keys_start))
+        by_length[padded_length, e].append((token, stop - start, keys_start))
         keys_start += e + stop - start
     groups, key_padding = [], []
     for (length, e), members in sorted(by_length.items()):
-        most = max(1, MAX_SCORES // (num_heads * tile * (e + length)))
-        for part in (members[n : n + most] for n in range(0, len(members), most)):
+        group_size = max(1, MAX_SCORES // (num_heads * tile * (e + length)))
+        for part in (members[n : n + group_size] for n in range(0, len(members), group_size)):
             starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
             tokens, is_padding = _pad_indices(starts, lengths, length)
             keys, is_key_padding = tokens, is_padding
@@ -212,17 +212,17 @@ def _make_tiling(
     indices = _find_indices([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
     if not num_earlier_keys:
         return _Tiling(groups, indices, indices, tile)
-    of_keys = zip((g.keys for g in groups), key_padding, strict=True)
-    return _Tiling(groups, indices, _find_indices(list(of_keys), keys_start), tile)
+    key_groups = zip((g.keys for g in groups), key_padding, strict=True)
+    return _Tiling(groups, indices, _find_indices(list(key_groups), keys_start), tile)
 
 
 def _pad_indices(
-    starts: torch.Tensor, lengths: torch.Tensor, padded: int
+    starts: torch.Tensor, lengths: torch.Tensor, padded_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``padded`` places for each document, and which of them are padding."""
-    counting = torch.arange(padded)
-    indices = starts + torch.minimum(counting, lengths - 1)
-    return indices.flatten(), (counting >= lengths).flatten()
+    """Return ``padded_length`` places for each document, and which of them are padding."""
+    offsets = torch.arange(padded_length)
+    indices = starts + torch.minimum(offsets, lengths - 1)
+    return indices.flatten(), (offsets >= lengths).flatten()
 
 
 def _find_indices(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
@@ -300,8 +300,10 @@ def _tiled_backward(
         if shifts_BTH1.numel():
             shift = group.as_documents(shifts_BTH1.transpose(1, 2), num_groups)
         if group.is_padding is not None:  # copies of a token, which must get no gradient
-            padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
-            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
+            is_padding = group.is_padding.view(group.num_documents, 1, group.length, 1)
+            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(
+                is_padding, 0.0
+            )
         grad_query = torch.empty_like(query)
         # Sums over the tiles, rounded only once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
@@ -309,19 +311,21 @@ def _tiled_backward(
         for start, stop, part in _cut_tiles(group, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
             probabilities = _probabilities(tile, keys, start, scale, shift[:, part], buffers)
-            by_score, wanted = (_view(buffers[n], *probabilities.shape) for n in (0, 2))
+            score_grad, probability_grad = (_view(buffers[n], *probabilities.shape) for n in (0, 2))
             grad_value[:, :stop] += _bmm(probabilities.transpose(1, 2), out_grad, product)
-            torch.bmm(out_grad, value[:, :stop].transpose(1, 2), out=wanted)
+            torch.bmm(out_grad, value[:, :stop].transpose(1, 2), out=probability_grad)
             torch.ops.aten._softmax_backward_data.out(
-                wanted, probabilities, -1, wanted.dtype, grad_input=by_score
+                probability_grad, probabilities, -1, probability_grad.dtype, grad_input=score_grad
             )
-            _matmul(by_score, keys, grad_query[:, part], scale)
-            grad_key[:, :stop] += _bmm(by_score.transpose(1, 2), tile, product)
-        for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
-            found.append(one.to(query.dtype))
+            _matmul(score_grad, keys, grad_query[:, part], scale)
+            grad_key[:, :stop] += _bmm(score_grad.transpose(1, 2), tile, product)
+        for group_grads, part_grad in zip(
+            grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True
+        ):
+            group_grads.append(part_grad.to(query.dtype))
     tiling.write_rows(grads[0], num_groups, grads_BTHD[0])
-    for found, grad_BTHD in zip(grads[1:], grads_BTHD[1:], strict=True):
-        tiling.write_keys(found, num_groups, grad_BTHD)
+    for group_grads, grad_BTHD in zip(grads[1:], grads_BTHD[1:], strict=True):
+        tiling.write_keys(group_grads, num_groups, grad_BTHD)
     return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
 
 
@@ -329,9 +333,9 @@ def _cut_tiles(
     group: _DocumentGroup, tile: int, heads_per_group: int
 ) -> list[tuple[int, int, slice]]:
     """Return each tile's first and end key of its own tokens, and its rows: G heads per token."""
-    length, before, heads = group.length, group.num_earlier_keys, heads_per_group
+    length, num_earlier, heads = group.length, group.num_earlier_keys, heads_per_group
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
-    return [(before + a, before + b, slice(a * heads, b * heads)) for a, b in ends]
+    return [(num_earlier + a, num_earlier + b, slice(a * heads, b * heads)) for a, b in ends]
 
 
 def _make_buffers(
@@ -343,8 +347,8 @@ def _make_buffers(
     """
     heads = query_BHTD.shape[1]
     tiles = (g.num_documents * min(tiling.tile, g.length) * g.num_keys for g in tiling.groups)
-    most = heads * max(tiles)
-    return [query_BHTD.new_empty(size * most) for size in sizes]
+    max_scores = heads * max(tiles)
+    return [query_BHTD.new_empty(size * max_scores) for size in sizes]
 
 
 def _view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -369,8 +373,8 @@ def _write_largest_scores(
     scores = _bmm(query, keys.transpose(1, 2), buffers[0])
     _mask_later_keys(scores, start)
     # A maximum takes half as long in fp32.
-    wide = _view(buffers[1].view(torch.float32), *scores.shape)
-    out.copy_(wide.copy_(scores).amax(-1, keepdim=True).mul_(scale))
+    fp32_scores = _view(buffers[1].view(torch.float32), *scores.shape)
+    out.copy_(fp32_scores.copy_(scores).amax(-1, keepdim=True).mul_(scale))
 
 
 def _probabilities(
@@ -412,5 +416,5 @@ def _mask_later_keys(scores: torch.Tensor, start: int) -> None:
 
 @lru_cache(maxsize=32)
 def _causal_bias(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
-    hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
-    return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
+    bias = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
+    return bias.to(dtype).repeat_interleave(heads_per_group, 0)

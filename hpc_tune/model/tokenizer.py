@@ -53,29 +53,29 @@ def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         return tokenizer
-    by_file = _EncodedTexts.encode_probes_with_file(file)
-    made = by_file.describe_difference(tokenizer.backend_tokenizer)
-    if made is None and by_file.ends == _find_surrounding_ids(tokenizer.backend_tokenizer):
+    expected = _EncodedTexts.encode_probes_with_file(file)
+    difference = expected.describe_difference(tokenizer.backend_tokenizer)
+    if difference is None and expected.ends == _find_surrounding_ids(tokenizer.backend_tokenizer):
         return tokenizer
     if not has_own_class(tokenizer):
-        if made is not None:
+        if difference is not None:
             log.info(
                 "%s: tokenizer_config.json changes tokens of tokenizer.json, and is followed as in "
                 "transformers: %s",
                 directory,
-                made,
+                difference,
             )
         return tokenizer
     file_tokenizer = load_tokenizer_from_json(directory)
-    found = _compare_texts(tokenizer, file_tokenizer, by_file.texts)
-    if found is None:
+    class_difference = _compare_texts(tokenizer, file_tokenizer, expected.texts)
+    if class_difference is None:
         return tokenizer
     log.info(
         "%s: text is tokenized as its tokenizer.json says. The class %s, which transformers would "
         "use, makes other tokens: %s. Exports name %s, which reads the whole file",
         directory,
         type(tokenizer).__name__,
-        found,
+        class_difference,
         WHOLE_FILE_CLASS,
     )
     _copy_special_tokens(file_tokenizer, tokenizer)
@@ -113,11 +113,11 @@ def fix_exported_tokenizer_class(tokenizer: Any, out: Path) -> None:
         if (text := getattr(tokenizer, role, None)) and not settings.get(role):
             settings[role] = str(text)
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-    if found := _compare_auto_tokenizer(out, tokenizer, texts):
+    if difference := _compare_auto_tokenizer(out, tokenizer, texts):
         log.warning(
             "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
             "read it, whatever tokenizer_class says: %s. Load it with %s.from_pretrained",
-            found,
+            difference,
             WHOLE_FILE_CLASS,
         )
 
@@ -130,8 +130,8 @@ def may_have_own_class(directory: Path) -> bool:
     file = directory / TOKENIZER_CONFIG
     if not file.is_file() or not (directory / TOKENIZER_FILE).is_file():
         return False
-    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
-    is_whole = named in (WHOLE_FILE_CLASS, "TokenizersBackend", None)
+    class_name = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
+    is_whole = class_name in (WHOLE_FILE_CLASS, "TokenizersBackend", None)
     return not is_whole or (directory / "config.json").is_file()
 
 
@@ -140,10 +140,10 @@ def _compare_auto_tokenizer(directory: Path, tokenizer: Any, texts: list[str]) -
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(
+        auto_tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return _compare_texts(loaded, tokenizer, texts)
+        return _compare_texts(auto_tokenizer, tokenizer, texts)
     except Exception as error:  # whatever a class raises that cannot be built from the file
         return first_line(error)
 
@@ -178,8 +178,8 @@ class _EncodedTexts:
         tokens = {number: str(backend.id_to_token(number)) for row in ids for number in row}
 
         def names(row: Sequence[int]) -> str:
-            shown = [tokens[number] for number in row[:_MAX_SHOWN_TOKENS]]
-            return f"[{' '.join(shown)}{' ...' if len(row) > _MAX_SHOWN_TOKENS else ''}]"
+            shown_tokens = [tokens[number] for number in row[:_MAX_SHOWN_TOKENS]]
+            return f"[{' '.join(shown_tokens)}{' ...' if len(row) > _MAX_SHOWN_TOKENS else ''}]"
 
         return cls(texts, ids, _find_surrounding_ids(backend), names)
 
@@ -188,9 +188,9 @@ class _EncodedTexts:
         other = _EncodedTexts.encode_texts(backend, self.texts)
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
             if a != b:
-                at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
-                shown = f"{text[:60]!r} has {other.names(a[at:])}"
-                return f"{shown} where the file has {self.names(b[at:])}"
+                start = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+                actual = f"{text[:60]!r} has {other.names(a[start:])}"
+                return f"{actual} where the file has {self.names(b[start:])}"
         return None
 
 
@@ -201,24 +201,27 @@ def _find_surrounding_ids(backend: Any) -> list[int]:
 
 def _compare_texts(tokenizer: Any, file_tokenizer: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer differs from the one that reads the whole file, or None."""
-    one, two = tokenizer.backend_tokenizer, file_tokenizer.backend_tokenizer
-    if (first := _find_surrounding_ids(one)) != (second := _find_surrounding_ids(two)):
+    class_backend, file_backend = tokenizer.backend_tokenizer, file_tokenizer.backend_tokenizer
+    if (first := _find_surrounding_ids(class_backend)) != (
+        second := _find_surrounding_ids(file_backend)
+    ):
         names = [
-            [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
+            [backend.id_to_token(n) for n in ids]
+            for backend, ids in ((class_backend, first), (file_backend, second))
         ]
         return f"around a text it has {names[0]} where the file has {names[1]}"
-    return _EncodedTexts.encode_texts(two, texts).describe_difference(one)
+    return _EncodedTexts.encode_texts(file_backend, texts).describe_difference(class_backend)
 
 
 def _make_probe_texts(raw_tokenizer: Any) -> list[str]:
     """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
-    size, added = raw_tokenizer.get_vocab_size(), raw_tokenizer.get_added_tokens_decoder()
+    size, added_tokens = raw_tokenizer.get_vocab_size(), raw_tokenizer.get_added_tokens_decoder()
     pieces = [
         raw_tokenizer.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))
     ]
-    rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
-    rows += [" ".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
-    controls = [token.content for token in added.values()][:_NUM_SPECIAL_TOKENS]
+    rows = ["".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]
+    rows += [" ".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]
+    controls = [token.content for token in added_tokens.values()][:_NUM_SPECIAL_TOKENS]
     return [*PROBE_TEXTS, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
 
 
@@ -251,12 +254,12 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
             name for name, other in NAMED_TEMPLATES.items() if _has_all_tokens(other, tokenizer)
         ]
         end = template.end or "the end token (eos_token)"
-        lacks = f"{end} is no token of" if template.end else "there is none in"
-        others = f"one whose tokens it has: {', '.join(fitting)}; or to " if fitting else ""
+        fault = f"{end} is no token of" if template.end else "there is none in"
+        advice = f"one whose tokens it has: {', '.join(fitting)}; or to " if fitting else ""
         raise DataError(
-            f"data.chat_template={chat_template} ends answers with {end}, and {lacks} the "
+            f"data.chat_template={chat_template} ends answers with {end}, and {fault} the "
             f"tokenizer of {directory}: the model would not learn to stop. Set "
-            f"data.chat_template to {others}a file of your own that ends answers with one of the "
+            f"data.chat_template to {advice}a file of your own that ends answers with one of the "
             "tokenizer's tokens; or take a model whose tokenizer has that end token"
         )
     if missing := [text for text in template.controls if not _is_token(text, tokenizer)]:
@@ -284,8 +287,8 @@ def _has_end_token(template: NamedTemplate, tokenizer: Any) -> bool:
 
 def _is_token(text: str, tokenizer: Any) -> bool:
     """Return whether a text is one token wherever it occurs, as added tokens are."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    return text in {token.content for token in added}
+    added_tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return text in {token.content for token in added_tokens}
 
 
 # -- Whether a chat template can be compiled: reported once, before any row is rendered.
@@ -310,21 +313,21 @@ def refuse_syntax_errors(template: Any, location: str) -> None:
     Raises:
         DataError: naming the template's ``location``, and the line.
     """
-    several = template if isinstance(template, dict) else {"": template}
+    templates = template if isinstance(template, dict) else {"": template}
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    for name, text in several.items():
+    for name, text in templates.items():
         try:
             environment.compile(text or "")
         except TemplateSyntaxError as error:
-            of = f" ({name})" if name else ""
+            suffix = f" ({name})" if name else ""
             lines = (text or "").splitlines()
             line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
-            shown = f": {line[:80]}" if line else ""
+            excerpt = f": {line[:80]}" if line else ""
             raise DataError(
-                f"{location}{of}, line {error.lineno}: the chat template cannot be read: "
-                f"{(error.message or '').rstrip('.')}{shown}. Correct the line"
+                f"{location}{suffix}, line {error.lineno}: the chat template cannot be read: "
+                f"{(error.message or '').rstrip('.')}{excerpt}. Correct the line"
             ) from None
 
 
@@ -365,9 +368,9 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     _set_end_token(tokenizer, directory)
     _require_embeddings(directory, tokenizer)
     if chat_template is None:
-        if not tokenizer.chat_template and (found := read_processor_template(directory)):
-            tokenizer.chat_template = found[1]
-            log.info("%s: the chat template is taken from %s", directory, found[0])
+        if not tokenizer.chat_template and (file_template := read_processor_template(directory)):
+            tokenizer.chat_template = file_template[1]
+            log.info("%s: the chat template is taken from %s", directory, file_template[0])
     else:
         tokenizer.chat_template = _read_template(chat_template)
         require_template_tokens(chat_template, tokenizer, directory)
@@ -382,8 +385,8 @@ def _read_template(chat_template: str) -> str:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"data.chat_template={chat_template} cannot be read: {reason}") from None
     refuse_syntax_errors(text, f"data.chat_template={chat_template}")
     return text
 
@@ -420,16 +423,16 @@ def _set_end_token(tokenizer: Any, directory: Path) -> None:
             setattr(tokenizer, role, None)
     if tokenizer.eos_token is not None:
         return
-    named = read_json_object(directory / "special_tokens_map.json").get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
-    found = [("special_tokens_map.json", named)]
+    eos_token = read_json_object(directory / "special_tokens_map.json").get("eos_token")
+    eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    candidates = [("special_tokens_map.json", eos_token)]
     for file in ("generation_config.json", "config.json"):
         ends = read_json_object(directory / file).get("eos_token_id")
         for number in ends if isinstance(ends, list) else [ends]:
             if type(number) is int and number >= 0:
-                found.append((file, tokenizer.convert_ids_to_tokens(number)))
+                candidates.append((file, tokenizer.convert_ids_to_tokens(number)))
     vocabulary = tokenizer.get_vocab()
-    for file, token in found:
+    for file, token in candidates:
         if token in vocabulary:
             tokenizer.eos_token = token
             log.info(
@@ -449,10 +452,10 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
     at the tokenizer's end token.
     """
     for file in ("generation_config.json", "config.json"):
-        named = read_json_object(directory / file).get("eos_token_id")
-        if named is not None:
+        eos_ids = read_json_object(directory / file).get("eos_token_id")
+        if eos_ids is not None:
             break
-    return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    return {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
 
 
 def read_processor_template(directory: Path) -> tuple[str, Any] | None:
@@ -500,8 +503,8 @@ def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     if rows is None or max(vocabulary.values(), default=-1) < rows:
         return
-    beyond = sorted(token for token, number in vocabulary.items() if number >= rows)
-    if extra := [token for token in beyond if token not in media]:
+    unembedded_tokens = sorted(token for token, number in vocabulary.items() if number >= rows)
+    if extra := [token for token in unembedded_tokens if token not in media]:
         raise DataError(
             f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens, the model has "
             f"embeddings for {rows}; there is none for {', '.join(extra[:3])}. Take the model's "

@@ -58,22 +58,24 @@ def use_plain_functions_on_cpu(model: nn.Module) -> None:
     for name in {type(module).__module__ for module in model.modules()}:
         code = sys.modules[name]
         for attribute, function in list(vars(code).items()):
-            made_in = getattr(getattr(function, "__code__", None), "co_filename", "")
-            if made_in == hub_kernels.__file__ and hasattr(function, "__wrapped__"):
+            source_file = getattr(getattr(function, "__code__", None), "co_filename", "")
+            if source_file == hub_kernels.__file__ and hasattr(function, "__wrapped__"):
                 setattr(code, attribute, _choose_by_device(function))
 
 
 def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    own: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
-    known = inspect.signature(own).parameters
+    plain_function: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
+    parameters = inspect.signature(plain_function).parameters
 
-    @functools.wraps(own)
+    @functools.wraps(plain_function)
     def call_by_device(*args: Any, **kwargs: Any) -> Any:
         # Only the packages can separate documents that share a row; transformers refuses them.
-        keeps_apart = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
-        if keeps_apart or _is_on_gpu((*args, *kwargs.values())):
+        is_packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        if is_packed or _is_on_gpu((*args, *kwargs.values())):
             return function(*args, **kwargs)
-        return own(*args, **{name: value for name, value in kwargs.items() if name in known})
+        return plain_function(
+            *args, **{name: value for name, value in kwargs.items() if name in parameters}
+        )
 
     return call_by_device
 

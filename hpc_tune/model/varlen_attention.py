@@ -60,8 +60,8 @@ class DocumentStarts:
 
     def document_ids_BT(self) -> torch.Tensor:
         """Return the index of each token's document."""
-        ends_N, num_places = self.starts_N[1:], self.num_rows * self.num_tokens
-        positions_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
+        ends_N, num_positions = self.starts_N[1:], self.num_rows * self.num_tokens
+        positions_S = torch.arange(num_positions, dtype=ends_N.dtype, device=ends_N.device)
         return torch.bucketize(positions_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
     def document_lengths_BT(self) -> torch.Tensor:
@@ -77,12 +77,12 @@ class DocumentStarts:
     def mask_B1ST(self, positions_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """Return the rows of ``mask_B1TT`` for the tokens at these places."""
         document_ids_BT = self.document_ids_BT()
-        apart_ST = positions_S.unsqueeze(1) - torch.arange(
+        distance_ST = positions_S.unsqueeze(1) - torch.arange(
             self.num_tokens, device=positions_S.device
         )
-        seen_ST = (apart_ST >= 0) & (apart_ST < (window or self.num_tokens))
+        is_seen_ST = (distance_ST >= 0) & (distance_ST < (window or self.num_tokens))
         same_BST = document_ids_BT[:, positions_S].unsqueeze(2) == document_ids_BT.unsqueeze(1)
-        return (same_BST & seen_ST).unsqueeze(1)
+        return (same_BST & is_seen_ST).unsqueeze(1)
 
 
 def make_document_starts(
@@ -228,9 +228,9 @@ def attend(
     """
     query_SHD, key_SKD, value_SKD = map(_flatten_rows, (query_BHTD, key_BKTD, value_BKTD))
     documents = starts.starts_N, starts.starts_N, starts.max_length, starts.max_length
-    before = -1 if window is None else window - 1
+    left_window = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
-        query_SHD, key_SKD, value_SKD, documents, scale, before
+        query_SHD, key_SKD, value_SKD, documents, scale, left_window
     )
     return out_SHD.unflatten(0, (starts.num_rows, starts.num_tokens))
 
@@ -252,9 +252,9 @@ def attend_parts(
         _flatten_rows(document_parts.take_keys(x)) for x in (key_BKTD, value_BKTD)
     )
     documents = document_parts.starts_N, document_parts.key_starts_N, *document_parts.max_lengths
-    before = -1 if window is None else window - 1
+    left_window = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
-        query_SHD, key_NKD, value_NKD, documents, scale, before
+        query_SHD, key_NKD, value_NKD, documents, scale, left_window
     )
     return out_SHD.unflatten(0, (query_BHSD.shape[0], -1))
 
@@ -273,31 +273,31 @@ def varlen_kernel_fault(
     ``window``: the size of a sliding window, if there is one; ``queries_are_partial``: queries are
     only the last tokens of documents.
     """
-    most = MAX_ERROR_EPS * torch.finfo(dtype).eps
+    max_error = MAX_ERROR_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_kernel_with_mask(
             device, dtype, head_dim, heads_per_group, window, queries_are_partial
         )
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or its interface changed
-        why = f"torch's variable-length kernel fails here ({first_line(error)})"
+        reason = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
-        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
+        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= max_error]
         if not wrong:
             return ""
         name = str(dtype).removeprefix("torch.")
-        why = (
+        reason = (
             "torch's variable-length kernel is wrong here: it differs from masked attention in "
-            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
+            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {max_error:.1e}"
         )
     if window is not None:
-        why = f"sliding windows: {why}"
+        reason = f"sliding windows: {reason}"
     if queries_are_partial:
-        why = f"the last tokens of documents: {why}"
+        reason = f"the last tokens of documents: {reason}"
     log.warning(
         "packed rows use a mask of row length x row length, which takes more time and memory: %s",
-        why,
+        reason,
     )
-    return why
+    return reason
 
 
 def compare_kernel_with_mask(
@@ -339,8 +339,8 @@ def compare_kernel_with_mask(
     ) -> torch.Tensor:
         if not queries_are_partial:
             return attend(query, key, value, starts, scale, window)
-        ends = [(n, [0, *accumulate(of_row)]) for n, of_row in enumerate(CHECKED_LENGTHS)]
-        parts = [(n, a, max(a, first), b) for n, at in ends for a, b in pairwise(at) if b > first]
+        ends = [(n, [0, *accumulate(lengths)]) for n, lengths in enumerate(CHECKED_LENGTHS)]
+        parts = [(n, a, max(a, first), b) for n, row in ends for a, b in pairwise(row) if b > first]
         document_parts = DocumentParts.from_parts(parts, device)
         return attend_parts(query, key, value, document_parts, scale, window)
 
@@ -353,12 +353,12 @@ def compare_kernel_with_mask(
         return [out_BTHD.detach(), *gradients]
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        found = run_forward_backward(attend_with_kernel, dtype)
-        wanted = run_forward_backward(attend_with_mask, torch.float64)
+        kernel_results = run_forward_backward(attend_with_kernel, dtype)
+        exact_results = run_forward_backward(attend_with_mask, torch.float64)
     names = ("its result", "the gradient of queries", "that of keys", "that of values")
     return {
-        name: float((one.double() - true).norm() / true.norm())
-        for name, one, true in zip(names, found, wanted, strict=True)
+        name: float((result.double() - exact).norm() / exact.norm())
+        for name, result, exact in zip(names, kernel_results, exact_results, strict=True)
     }
 
 
@@ -409,23 +409,23 @@ def use_flash_attention(
     from torch.nn import attention
 
     flash: Any = attention
-    most = MAX_ERROR_EPS * torch.finfo(dtype).eps
+    max_error = MAX_ERROR_EPS * torch.finfo(dtype).eps
     for name in list_flash_attention_versions(device):
         try:
             flash.activate_flash_attention_impl(name)
             gaps = [
                 gap
-                for tried in {None, window}
+                for tried_window in {None, window}
                 for gap in compare_kernel_with_mask(
-                    device, dtype, head_dim, heads_per_group, tried
+                    device, dtype, head_dim, heads_per_group, tried_window
                 ).values()
             ]
         except Exception as error:  # noqa: BLE001 - such as a package built for another torch
-            why = f"it fails here ({first_line(error)})"
+            reason = f"it fails here ({first_line(error)})"
         else:
-            if all(gap <= most for gap in gaps):
+            if all(gap <= max_error for gap in gaps):
                 return FLASH_NAMES[name]
-            why = f"it differs from masked attention by {max(gaps):.1e} of the norm"
+            reason = f"it differs from masked attention by {max(gaps):.1e} of the norm"
         flash.restore_flash_attention_impl(_raise_warn=False)
-        log.warning("%s is installed but not used: %s", FLASH_NAMES[name], why)
+        log.warning("%s is installed but not used: %s", FLASH_NAMES[name], reason)
     return ""

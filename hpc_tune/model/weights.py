@@ -91,8 +91,8 @@ ADAPTER_PREFIX = "base_model.model."
 
 def adapted_layer(name: str) -> str:
     """Return the layer that an adapter's tensor or module belongs to; "" for any other name."""
-    layer, found, _ = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
-    return layer if found else ""
+    layer, separator, _ = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+    return layer if separator else ""
 
 
 def is_lora_a(name: str) -> bool:
@@ -167,17 +167,25 @@ class TensorIndex:
     @functools.cached_property
     def joined(self) -> Mapping[str, JoinedTensor]:
         """The tensors that are assembled from several stored ones."""
-        return {name: one for name, one in self.sources.items() if isinstance(one, JoinedTensor)}
+        return {
+            name: source
+            for name, source in self.sources.items()
+            if isinstance(source, JoinedTensor)
+        }
 
     @property
     def is_quantized(self) -> bool:
         """Whether files hold tensors in float8 or MXFP4."""
-        return any(isinstance(one, ScaledTensor | Mxfp4Stack) for one in self.sources.values())
+        return any(
+            isinstance(source, ScaledTensor | Mxfp4Stack) for source in self.sources.values()
+        )
 
     def with_names(self, rename: Callable[[str], str]) -> "TensorIndex":
         """Return an index of the same tensors under other names."""
-        named = {rename(name): source for name, source in self.sources.items()}
-        return replace(self, sources={name: replace(one, name=name) for name, one in named.items()})
+        sources = {rename(name): source for name, source in self.sources.items()}
+        return replace(
+            self, sources={name: replace(tensor, name=name) for name, tensor in sources.items()}
+        )
 
     def bytes_of(self, name: str) -> int:
         """Return the size of a whole tensor in bytes."""
@@ -215,11 +223,11 @@ class TensorIndex:
         self, local_tensor: torch.Tensor, name: str, offset: tuple[int, ...]
     ) -> None:
         """Raise a HpcTuneError for NaN or inf in ``local_tensor``, from ``name`` at ``offset``."""
-        if (found := find_non_finite(local_tensor)) is None:
+        if (fault := find_non_finite(local_tensor)) is None:
             return
-        position = [a + b for a, b in zip(found.position, offset, strict=True)]
+        position = [a + b for a, b in zip(fault.position, offset, strict=True)]
         raise self.error(
-            f"{self.sources[name].file}: {name} has {found.value:g} at {position}, expected finite "
+            f"{self.sources[name].file}: {name} has {fault.value:g} at {position}, expected finite "
             "numbers only: the loss would be nan from the first step. The weights are damaged, or "
             "were converted wrongly; copy or convert them again"
         )
@@ -265,16 +273,18 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
                 or f"{file}: no such file, though the model's index names it; copy the directory "
                 "again"
             ) from None
-        except (SafetensorError, OSError, *_PARSE_ERRORS) as found:
+        except (SafetensorError, OSError, *_PARSE_ERRORS) as fault:
             raise error(
                 explain_pointer_file(file)
-                or f"{file}: not a whole safetensors file ({found}); it is cut off or damaged, "
+                or f"{file}: not a whole safetensors file ({fault}); it is cut off or damaged, "
                 "copy it again"
             ) from None
     tensor_files.close()
     return {
-        name: PlainTensor(name, shapes[name], dtypes[name], own[0].file, tuple(own), tensor_files)
-        for name, own in pieces.items()
+        name: PlainTensor(
+            name, shapes[name], dtypes[name], boxes[0].file, tuple(boxes), tensor_files
+        )
+        for name, boxes in pieces.items()
     }
 
 
@@ -287,14 +297,14 @@ def _read_header(
     keys = (OFFSETS_KEY, FULL_SHAPES_KEY, NAMES_KEY)
     offsets, full_shapes, names = (json.loads(metadata.get(key, "{}")) for key in keys)
     for stored_name in handle.keys():  # noqa: SIM118 - not a dict
-        stored = handle.get_slice(stored_name)
-        shape = tuple(stored.get_shape())
+        tensor_slice = handle.get_slice(stored_name)
+        shape = tuple(tensor_slice.get_shape())
         name = str(names.get(stored_name, stored_name))
         box = Box(tuple(offsets.get(stored_name, (0,) * len(shape))), shape)
         full = tuple(full_shapes.get(stored_name, shape))
         if not box.is_within(full):
             raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
-        if (dtype := stored.get_dtype()) not in _DTYPES:
+        if (dtype := tensor_slice.get_dtype()) not in _DTYPES:
             raise tensor_files.error(
                 f"{file}: {name} is stored as {dtype}, which is not read here; take a checkpoint "
                 "in bf16, fp16, fp32, float8 with scales or MXFP4"
@@ -311,11 +321,11 @@ def index_model_directory(directory: Path) -> TensorIndex:
     """
     files, ignored_weights = _find_weight_files(directory)
     # If several files hold a tensor, the last one counts, as in transformers.
-    stored = {
-        name: replace(one, file=one.pieces[-1].file, pieces=one.pieces[-1:])
-        for name, one in _read_headers(files, DataError).items()
+    stored_tensors = {
+        name: replace(tensor, file=tensor.pieces[-1].file, pieces=tensor.pieces[-1:])
+        for name, tensor in _read_headers(files, DataError).items()
     }
-    sources = merge_mxfp4_stacks(stored, directory)
+    sources = merge_mxfp4_stacks(stored_tensors, directory)
     _refuse_unknown_quantization(sources, directory)
     return TensorIndex(
         merge_float8_scales(sources, directory), files, ignored_weights=ignored_weights
@@ -342,21 +352,23 @@ def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
             f"{directory}: found only .bin (pickle) weights, expected .safetensors; convert them "
             "with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
-    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    other_names = sorted(file.name for file in directory.glob("*.safetensors"))
     raise DataError(
         f"{directory}: no model.safetensors and no {SHARDS_FILE} in it"
-        + (f"; {others[0]} is not in transformers' form" if others else "")
+        + (f"; {other_names[0]} is not in transformers' form" if other_names else "")
     )
 
 
 def _read_shard_names(index_file: Path) -> list[str]:
     try:
         names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"it names {outside[0]}, which is not in this folder")
+        if foreign_names := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"it names {foreign_names[0]}, which is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = explain_pointer_file(index_file) or f"{index_file}: not a safetensors index ({error})"
-        raise DataError(why) from None
+        reason = (
+            explain_pointer_file(index_file) or f"{index_file}: not a safetensors index ({error})"
+        )
+        raise DataError(reason) from None
     return sorted(set(names))
 
 
@@ -396,15 +408,19 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
         DataError: if a float8 tensor has no scale, a scale of the wrong shape, or is not a matrix.
     """
     block = _read_quantization(directory).get("weight_block_size")
-    scaled = {
+    scaled_tensors = {
         name: _add_scale(source, sources, directory, block)
         for name, source in sources.items()
         if source.dtype in FLOAT8_DTYPES
     }
-    unused = {name + end for name in scaled for end in _SCALE_SUFFIXES}
-    if scaled:
-        unused |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
-    return {name: one for name, one in {**sources, **scaled}.items() if name not in unused}
+    unused_names = {name + end for name in scaled_tensors for end in _SCALE_SUFFIXES}
+    if scaled_tensors:
+        unused_names |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
+    return {
+        name: tensor
+        for name, tensor in {**sources, **scaled_tensors}.items()
+        if name not in unused_names
+    }
 
 
 def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
@@ -420,28 +436,28 @@ def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: A
             f"{directory}: {name} is stored in float8 and has the shape {list(tensor.shape)}; "
             "expected a matrix. Take the model in bf16"
         )
-    beside = next((name + end for end in _SCALE_SUFFIXES if name + end in sources), None)
-    if beside is None:
+    scale_name = next((name + end for end in _SCALE_SUFFIXES if name + end in sources), None)
+    if scale_name is None:
         raise DataError(
             f"{directory}: {name} is stored in float8 without a scale, such as "
             f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
         )
     rows, columns = tensor.shape
-    shape = sources[beside].shape
-    stored = torch.empty(shape, dtype=torch.float32)
-    sources[beside].fill(stored, (0,) * len(shape), reserve_nothing)
-    scaled = functools.partial(
+    shape = sources[scale_name].shape
+    scales = torch.empty(shape, dtype=torch.float32)
+    sources[scale_name].fill(scales, (0,) * len(shape), reserve_nothing)
+    make_tensor = functools.partial(
         ScaledTensor, name, tensor.shape, torch.bfloat16, tensor.file, tensor
     )
-    if stored.numel() == 1:
-        return scaled(stored.view(1, 1), rows, columns)
+    if scales.numel() == 1:
+        return make_tensor(scales.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
-        return scaled(stored.view(rows, 1), 1, columns)
+        return make_tensor(scales.view(rows, 1), 1, columns)
     by_block = isinstance(block, list | tuple) and len(block) == 2
     if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-        return scaled(stored, *block)
+        return make_tensor(scales, *block)
     raise DataError(
-        f"{directory}: {beside} has the shape {list(shape)}, which does not fit a matrix of "
+        f"{directory}: {scale_name} has the shape {list(shape)}, which does not fit a matrix of "
         f"{rows} x {columns} in blocks of {block}"
     )
 
@@ -452,7 +468,7 @@ def merge_mxfp4_stacks(sources: Sources, directory: Path) -> Sources:
     Raises:
         DataError: if scales are missing or do not fit their blocks.
     """
-    packed = {}
+    stacks = {}
     for blocks in filter(_has_mxfp4_blocks, sources.values()):
         name = blocks.name.removesuffix(_BLOCKS_SUFFIX)
         scales = sources.get(name + _SCALES_SUFFIX)
@@ -465,9 +481,9 @@ def merge_mxfp4_stacks(sources: Sources, directory: Path) -> Sources:
                 f"{has}. A file is missing or damaged, copy it again"
             )
         shape = (experts, groups * BLOCK_VALUES, rows)
-        packed[name] = Mxfp4Stack(name, shape, torch.bfloat16, blocks.file, blocks, scales)
-    unused = {name + end for name in packed for end in (_BLOCKS_SUFFIX, _SCALES_SUFFIX)}
-    return {name: one for name, one in sources.items() if name not in unused} | packed
+        stacks[name] = Mxfp4Stack(name, shape, torch.bfloat16, blocks.file, blocks, scales)
+    unused_names = {name + end for name in stacks for end in (_BLOCKS_SUFFIX, _SCALES_SUFFIX)}
+    return {name: source for name, source in sources.items() if name not in unused_names} | stacks
 
 
 def _has_mxfp4_blocks(tensor: TensorSource) -> bool:
@@ -485,17 +501,18 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     settings = _read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")
     marks = (".qweight", ".weight_packed", ".absmax", _BLOCKS_SUFFIX, ".SCB", ".weight_format")
-    packed = [
+    names = [
         name
-        for name, one in sources.items()
-        if name.endswith(marks) or (name.endswith(".weight") and not one.dtype.is_floating_point)
+        for name, source in sources.items()
+        if name.endswith(marks) or (name.endswith(".weight") and not source.dtype.is_floating_point)
     ]
     is_read = any(
-        isinstance(one, Mxfp4Stack) or one.dtype in FLOAT8_DTYPES for one in sources.values()
+        isinstance(source, Mxfp4Stack) or source.dtype in FLOAT8_DTYPES
+        for source in sources.values()
     )
-    if packed:
+    if names:
         raise DataError(
-            f"{directory}: its weights are quantized ({method}, such as in {packed[0]}); hpc_tune "
+            f"{directory}: its weights are quantized ({method}, such as in {names[0]}); hpc_tune "
             "trains on bf16, fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was "
             "made from, with tune.method=qlora if memory is short"
         )
@@ -511,8 +528,8 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
 def _read_quantization(directory: Path) -> dict[str, Any]:
     """Return quantization_config of config.json or of a part of it; empty if there is none."""
     config = try_read_config_json(directory)
-    found = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
-    return next((settings for settings in found if isinstance(settings, dict)), {})
+    candidates = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
+    return next((settings for settings in candidates if isinstance(settings, dict)), {})
 
 
 # -- Which model a directory holds: by the names and shapes of its tensors, and by some values.
@@ -529,8 +546,8 @@ def hash_architecture(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over the names and shapes of a model's tensors and over its config.json."""
     shapes = sorted((name, list(index.shapes[name])) for name in index.stored)
     config = read_config_json(directory)
-    kept = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
-    return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
+    fields = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    return hashlib.sha256(json.dumps([shapes, fields], sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint_weights(index: TensorIndex) -> str:
@@ -541,13 +558,13 @@ def fingerprint_weights(index: TensorIndex) -> str:
     Raises:
         DataError: if the values cannot be read.
     """
-    chosen = sorted(index.stored, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
-    by_file = sorted(chosen, key=lambda name: str(index.sources[name].file))
-    sampled = {name: _hash_middle(index, name) for name in by_file}
-    whole = hashlib.sha256()
-    for name in sorted(sampled):
-        whole.update(f"{name} {sampled[name]}\n".encode())
-    return whole.hexdigest()
+    names = sorted(index.stored, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
+    names_by_file = sorted(names, key=lambda name: str(index.sources[name].file))
+    hashes = {name: _hash_middle(index, name) for name in names_by_file}
+    digest = hashlib.sha256()
+    for name in sorted(hashes):
+        digest.update(f"{name} {hashes[name]}\n".encode())
+    return digest.hexdigest()
 
 
 def _pseudorandom_sort_key(name: str) -> str:
@@ -564,7 +581,7 @@ def _hash_middle(index: TensorIndex, name: str) -> str:
     if shape:
         box[-1] = min(shape[-1], _SAMPLE_SIZE)
     values = torch.empty(box, dtype=torch.float32)
-    offset = tuple((size - taken) // 2 for size, taken in zip(shape, box, strict=True))
+    offset = tuple((size - box_size) // 2 for size, box_size in zip(shape, box, strict=True))
     index.fill(values, name, offset)
     flat = values.bfloat16().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

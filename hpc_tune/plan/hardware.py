@@ -76,7 +76,7 @@ def requested_machine(
     The arguments come first, then the job section if there is one, then the usual values of a node.
     ``uses_cpus``: ranks without GPUs, whatever the rest says.
     """
-    assumed, has_section = [], job.is_given
+    assumptions, has_section = [], job.is_given
     if nodes is None:
         nodes = job.nodes
     if ranks_per_node is None and has_section:
@@ -84,17 +84,17 @@ def requested_machine(
         ranks_per_node = job.ranks_per_node
     elif ranks_per_node is None:
         ranks_per_node = _USUAL_NUM_RANKS
-        assumed.append(f"{_USUAL_NUM_RANKS} ranks per node (--gpus-per-node)")
+        assumptions.append(f"{_USUAL_NUM_RANKS} ranks per node (--gpus-per-node)")
     if device_bytes is None and not uses_cpus:
         device_bytes = USUAL_DEVICE_BYTES
-        assumed.append(f"{format_bytes(USUAL_DEVICE_BYTES)} per GPU (--device-memory)")
+        assumptions.append(f"{format_bytes(USUAL_DEVICE_BYTES)} per GPU (--device-memory)")
     if host_bytes is None:
         host_bytes = job.memory_bytes
     if host_bytes is None:
         host_bytes = USUAL_HOST_BYTES
-        assumed.append(f"{format_bytes(USUAL_HOST_BYTES)} per node (--host-memory)")
+        assumptions.append(f"{format_bytes(USUAL_HOST_BYTES)} per node (--host-memory)")
     device_bytes = None if uses_cpus else device_bytes
-    return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumed
+    return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumptions
 
 
 def detect_machine(comm: Comm, host_bytes: int) -> Machine:

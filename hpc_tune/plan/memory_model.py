@@ -161,7 +161,7 @@ def memory_by_phase(
     process += 0 if uses_cpu else GPU_RUNTIME_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, uses_cpu, model, settings)
-    left, trimmed = (FIRST_STEP_BYTES, FIRST_STEP_RETAINED_BYTES) if uses_cpu else (0, 0)
+    leftover, retained = (FIRST_STEP_BYTES, FIRST_STEP_RETAINED_BYTES) if uses_cpu else (0, 0)
     kernels = trace.kernel_bytes if uses_cpu else 0
     piece = min(PIECE_BYTES, model.largest_trained)
     step_bytes = settings.step_tokens * BYTES_PER_TOKEN_OF_FORM[settings.form]
@@ -179,28 +179,28 @@ def memory_by_phase(
 
     phases = [phase(Phase.LOAD, step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.has_reference:
-        phases.append(phase(Phase.REFERENCE, step.evaluation + trimmed, 0))
+        phases.append(phase(Phase.REFERENCE, step.evaluation + retained, 0))
     if settings.compile_threads is not None:
         workers = num_compile_workers(settings.compile_threads, machine.host_bytes_per_rank)
         on_host = buffers + workers * COMPILE_WORKER_BYTES
-        compiling = phase(Phase.COMPILE, step.peak + left, on_host)
-        phases.append(replace(compiling, spare_bytes=(workers - 1) * COMPILE_WORKER_BYTES))
+        compile_phase = phase(Phase.COMPILE, step.peak + leftover, on_host)
+        phases.append(replace(compile_phase, spare_bytes=(workers - 1) * COMPILE_WORKER_BYTES))
     phases += [
-        phase(Phase.FIRST_STEP, step.peak + left, buffers),
-        phase(Phase.STEADY, step.peak + left, buffers),
-        phase(Phase.EVALUATE, step.evaluation + trimmed, buffers),
+        phase(Phase.FIRST_STEP, step.peak + leftover, buffers),
+        phase(Phase.STEADY, step.peak + leftover, buffers),
+        phase(Phase.EVALUATE, step.evaluation + retained, buffers),
     ]
     if settings.save == "gathered":
         phases.append(phase(Phase.SAVE_GATHERED, step.idle, buffers, state))
     else:
-        idle = step.idle + trimmed + kernels
+        idle = step.idle + retained + kernels
         phases.append(phase(Phase.SAVE_WAITING, idle, buffers + piece))
         if checkpoint.background:
             # The copies stay longest with a slow disk. The governor makes training wait instead.
-            each, first = _staging_bytes(state, machine, model, settings)
-            on_host = buffers + piece + each
-            copied = phase(Phase.SAVE_IN_BACKGROUND, step.peak + left, on_host, first)
-            phases.append(replace(copied, optional=settings.is_governed))
+            copy_bytes, first = _staging_bytes(state, machine, model, settings)
+            on_host = buffers + piece + copy_bytes
+            save_phase = phase(Phase.SAVE_IN_BACKGROUND, step.peak + leftover, on_host, first)
+            phases.append(replace(save_phase, optional=settings.is_governed))
     merge = MERGE_BASE_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, PhaseMemory(Phase.MERGE, 0, 0, merge)]
 
@@ -213,15 +213,17 @@ def _staging_bytes(
     Each shard is written by the first rank that holds it, and all replicated values by one rank. A
     GPU's copies stay until the next save, so this phase takes no less than any that follows it.
     """
-    parallel, wanted = settings.parallel, settings.checkpoint.staging_bytes
+    parallel, staging_bytes = settings.parallel, settings.checkpoint.staging_bytes
     is_distributed = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
-    writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
-    each, on_gpu = state // max(1, writers), machine.device_bytes is not None
+    num_writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
+    copy_bytes, on_gpu = state // max(1, num_writers), machine.device_bytes is not None
     if on_gpu:  # copied in whole blocks
-        each = -(-each // PIECE_BYTES) * PIECE_BYTES
-    if wanted != "auto" or not on_gpu:
-        each = min(STAGING_BYTES if wanted == "auto" else wanted, each)
-    return (each, 0) if writers >= machine.ranks_per_node else (0, writers * each)
+        copy_bytes = -(-copy_bytes // PIECE_BYTES) * PIECE_BYTES
+    if staging_bytes != "auto" or not on_gpu:
+        copy_bytes = min(STAGING_BYTES if staging_bytes == "auto" else staging_bytes, copy_bytes)
+    return (
+        (copy_bytes, 0) if num_writers >= machine.ranks_per_node else (0, num_writers * copy_bytes)
+    )
 
 
 @dataclass(frozen=True)
@@ -241,26 +243,32 @@ class _StepBytes:
 def _step_bytes(
     trace: TraceReport, uses_cpu: bool, model: ModelBytes, settings: MemorySettings
 ) -> _StepBytes:
-    parallel, sharded = settings.parallel, settings.is_sharded
-    frozen = 0 if model.is_full else trace.weight_bytes
+    parallel, is_sharded = settings.parallel, settings.is_sharded
+    frozen_bytes = 0 if model.is_full else trace.weight_bytes
     # On CPUs, unsharded frozen weights are mapped pages of the files, if stored in the same form.
-    mapped = int(frozen * model.mapped_share) if uses_cpu and not sharded else 0
-    idle, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
-    peak = (trace.heap_peak_bytes if uses_cpu else trace.peak_bytes) - mapped
-    evaluation = (trace.heap_evaluation_bytes if uses_cpu else trace.evaluation_bytes) - mapped
+    mapped_bytes = int(frozen_bytes * model.mapped_share) if uses_cpu and not is_sharded else 0
+    idle, loaded = trace.idle_bytes - mapped_bytes, trace.loaded_bytes - mapped_bytes
+    peak = (trace.heap_peak_bytes if uses_cpu else trace.peak_bytes) - mapped_bytes
+    evaluation = (
+        trace.heap_evaluation_bytes if uses_cpu else trace.evaluation_bytes
+    ) - mapped_bytes
     if parallel.zero_stage == 3:
         peak += model.largest_gathered_unit  # the next block is prefetched
     if not uses_cpu and parallel.offload_params == "cpu":
         # Shards stay on the host; gathered weights count as activations.
-        kept = trace.adapter_bytes * 4 if frozen else 0
-        waiting = idle - kept
-        on_host = waiting + _extra_pinned_bytes(trace.shards, model.is_full)
-        return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, on_host)
+        gpu_bytes = trace.adapter_bytes * 4 if frozen_bytes else 0
+        shard_bytes = idle - gpu_bytes
+        host_bytes = shard_bytes + _extra_pinned_bytes(trace.shards, model.is_full)
+        return _StepBytes(
+            gpu_bytes, gpu_bytes, peak - shard_bytes, evaluation - shard_bytes, host_bytes
+        )
     if not uses_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
-        rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
+        device_bytes = (idle - offloaded, peak - offloaded, evaluation - offloaded)
         return _StepBytes(
-            loaded, *rest, offloaded + _deepspeed_extra_pinned_bytes(trace, parallel.zero_stage)
+            loaded,
+            *device_bytes,
+            offloaded + _deepspeed_extra_pinned_bytes(trace, parallel.zero_stage),
         )
     return _StepBytes(loaded, idle, peak, evaluation)
 
@@ -286,8 +294,8 @@ def _extra_pinned_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     they are updated on the host.
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
-    more = pinned_blocks_bytes(sizes) - sum(sizes)
-    return more + (sum(map(next_power_of_two, sizes)) - sum(sizes) if is_full else 0)
+    padding_bytes = pinned_blocks_bytes(sizes) - sum(sizes)
+    return padding_bytes + (sum(map(next_power_of_two, sizes)) - sum(sizes) if is_full else 0)
 
 
 def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
@@ -298,24 +306,33 @@ def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> Tr
     there are gradients, all (stage 1) or this rank's share (stage 2), and two buckets of them.
     Stage 3 also has fp32 copies, keeps its buckets, and with an offloaded optimizer fp32 gradients.
     """
-    stage, num = resolved.parallel.zero_stage, resolved.layout.size
-    trained = report.gradient_bytes
+    stage, num_ranks = resolved.parallel.zero_stage, resolved.layout.size
+    trained_bytes = report.gradient_bytes
     if stage is None:
         return report
     if stage == 3:
-        more = 2 * min(BUCKET_VALUES * 4, trained * num)
-        more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
-        return _add_bytes(report, more, trained + more, trained + more)
-    idle = report.idle_bytes - trained - report.optimizer_bytes + SAVED_COPIES * trained // num
-    in_step = trained if stage == 1 else trained // num
-    in_step += 2 * min(BUCKET_VALUES * 4, trained)
-    loaded = idle - SAVED_COPIES * trained // num + trained
-    more = idle - report.idle_bytes
-    found = _add_bytes(report, loaded - report.loaded_bytes, more, more + in_step)
-    return replace(found, optimizer_bytes=SAVED_COPIES * trained // num)
+        added_bytes = 2 * min(BUCKET_VALUES * 4, trained_bytes * num_ranks)
+        added_bytes += trained_bytes if resolved.parallel.offload_optimizer == "cpu" else 0
+        return _add_bytes(
+            report, added_bytes, trained_bytes + added_bytes, trained_bytes + added_bytes
+        )
+    idle = (
+        report.idle_bytes
+        - trained_bytes
+        - report.optimizer_bytes
+        + SAVED_COPIES * trained_bytes // num_ranks
+    )
+    step_bytes = trained_bytes if stage == 1 else trained_bytes // num_ranks
+    step_bytes += 2 * min(BUCKET_VALUES * 4, trained_bytes)
+    loaded = idle - SAVED_COPIES * trained_bytes // num_ranks + trained_bytes
+    added_bytes = idle - report.idle_bytes
+    adapted_report = _add_bytes(
+        report, loaded - report.loaded_bytes, added_bytes, added_bytes + step_bytes
+    )
+    return replace(adapted_report, optimizer_bytes=SAVED_COPIES * trained_bytes // num_ranks)
 
 
-def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
+def _add_bytes(report: TraceReport, loaded: int, idle: int, step_bytes: int) -> TraceReport:
     """Return the report with bytes added: loaded, idle (as optimizer state), and in a step."""
     return replace(
         report,
@@ -324,8 +341,8 @@ def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
         idle_bytes=report.idle_bytes + idle,
         evaluation_bytes=report.evaluation_bytes + idle,
         heap_evaluation_bytes=report.heap_evaluation_bytes + idle,
-        peak_bytes=report.peak_bytes + in_step,
-        heap_peak_bytes=report.heap_peak_bytes + in_step,
+        peak_bytes=report.peak_bytes + step_bytes,
+        heap_peak_bytes=report.heap_peak_bytes + step_bytes,
     )
 
 
@@ -374,46 +391,47 @@ def tokens_that_fit(
     """
     if left_bytes >= 0:
         half_len = max(1, seq_len // 2)
-        grown = left_bytes_at(rows, half_len, seq_len) - left_bytes
-        per_token = grown / max(1, rows * (seq_len - half_len))
+        second_half_bytes = left_bytes_at(rows, half_len, seq_len) - left_bytes
+        per_token = second_half_bytes / max(1, rows * (seq_len - half_len))
         return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    of_one_row = left_bytes_at(1, seq_len, seq_len) if rows > 1 else left_bytes
-    if of_one_row >= 0:
-        return seq_len * (1 + of_one_row * (rows - 1) // (of_one_row - left_bytes))
+    left_at_one_row = left_bytes_at(1, seq_len, seq_len) if rows > 1 else left_bytes
+    if left_at_one_row >= 0:
+        return seq_len * (1 + left_at_one_row * (rows - 1) // (left_at_one_row - left_bytes))
     return _find_longest_row_len(
-        lambda length: left_bytes_at(1, length, length), {seq_len: of_one_row}
+        lambda length: left_bytes_at(1, length, length), {seq_len: left_at_one_row}
     )
 
 
-def _find_longest_row_len(left_bytes_at: Callable[[int], int], left: dict[int, int]) -> int:
+def _find_longest_row_len(left_bytes_at: Callable[[int], int], left_bytes: dict[int, int]) -> int:
     """Return a length that fits, while 1.1 times that length does not.
 
-    If more tokens always take more memory, 1.05 times the length does not fit either. ``left``: one
-    length and the bytes that it leaves, which are negative. Returns 0 if not even a 64th of that
-    length fits: then it is not the tokens that need so much. Long rows take long to trace, so the
-    search interpolates linearly, and bisects when this approaches from one side only. The heap's
-    size is partly chance: beyond a length that does not fit, a longer one may.
+    If more tokens always take more memory, 1.05 times the length does not fit either.
+    ``left_bytes``: one length and the bytes that it leaves, which are negative. Returns 0 if not
+    even a 64th of that length fits: then it is not the tokens that need so much. Long rows take
+    long to trace, so the search interpolates linearly, and bisects when this approaches from one
+    side only. The heap's size is partly chance: beyond a length that does not fit, a longer one
+    may.
     """
-    maximum = longer = max(left)
+    maximum = longer = max(left_bytes)
     shorter = longer // 64
     if shorter == 0 or left_bytes_at(shorter) < 0:
         return 0
-    left[shorter] = left_bytes_at(shorter)
+    left_bytes[shorter] = left_bytes_at(shorter)
     fit: list[bool] = []
     while longer > max(1.05 * shorter, shorter + 1):
-        share = left[shorter] / (left[shorter] - left[longer])
-        tried = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
+        share = left_bytes[shorter] / (left_bytes[shorter] - left_bytes[longer])
+        estimate = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
         if fit[-2:] in ([True, True], [False, False]):
-            tried, fit = math.sqrt(shorter * longer), []
-        length = min(max(int(tried), shorter + 1), longer - 1)
-        left[length] = left_bytes_at(length)
-        fit.append(left[length] >= 0)
+            estimate, fit = math.sqrt(shorter * longer), []
+        length = min(max(int(estimate), shorter + 1), longer - 1)
+        left_bytes[length] = left_bytes_at(length)
+        fit.append(left_bytes[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
-    while longer < (above := shorter * 11 // 10) < maximum and left_bytes_at(above) >= 0:
-        shorter = above
+    while longer < (candidate := shorter * 11 // 10) < maximum and left_bytes_at(candidate) >= 0:
+        shorter = candidate
     return shorter
 
 
 def _spare_host_bytes(steady: PhaseMemory, machine: Machine) -> int:
-    left = int(HOST_LIMITS.target_share * machine.host_bytes) - steady.node_bytes(machine)
-    return left // machine.ranks_per_node
+    free_bytes = int(HOST_LIMITS.target_share * machine.host_bytes) - steady.node_bytes(machine)
+    return free_bytes // machine.ranks_per_node

@@ -109,21 +109,21 @@ def describe_sufficient_remedies(
         if time.monotonic() > until_s:
             unchecked.append(remedy)
             continue
-        found = next((c for c in _milder_changes(remedy) if fits_with(c)), None)
-        if found is None:
+        changes = next((c for c in _milder_changes(remedy) if fits_with(c)), None)
+        if changes is None:
             not_enough.append(remedy)
         else:
-            enough.append(_describe_changes(remedy, found))
-    others = [remedy.text for remedy in remedies if not remedy.changes]
-    others += [f"{remedy.text} (not checked)" for remedy in unchecked]
+            enough.append(_describe_changes(remedy, changes))
+    other_texts = [remedy.text for remedy in remedies if not remedy.changes]
+    other_texts += [f"{remedy.text} (not checked)" for remedy in unchecked]
     if enough or not not_enough:
-        return [*enough, *others]
-    together: dict[str, Any] = {}
+        return [*enough, *other_texts]
+    combined_changes: dict[str, Any] = {}
     for remedy in not_enough:
-        together |= remedy.changes
-        if len(together) > len(not_enough[0].changes) and fits_with(together):
-            return [f"together: {_format_settings(together)}", *others]
-    return [f"not even with {_format_settings(together)}", *others]
+        combined_changes |= remedy.changes
+        if len(combined_changes) > len(not_enough[0].changes) and fits_with(combined_changes):
+            return [f"together: {_format_settings(combined_changes)}", *other_texts]
+    return [f"not even with {_format_settings(combined_changes)}", *other_texts]
 
 
 def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
@@ -131,11 +131,11 @@ def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
     if remedy.shrinkable_setting is None:
         yield remedy.changes
         return
-    most, tried = remedy.changes[remedy.shrinkable_setting], set()
+    max_value, tried_values = remedy.changes[remedy.shrinkable_setting], set()
     for share in _SHRINK_SHARES:
-        value = max(1, int(most * share))
-        if value not in tried:
-            tried.add(value)
+        value = max(1, int(max_value * share))
+        if value not in tried_values:
+            tried_values.add(value)
             yield {**remedy.changes, remedy.shrinkable_setting: value}
 
 
@@ -149,27 +149,27 @@ def _describe_changes(remedy: Remedy, changes: Mapping[str, Any]) -> str:
 
 
 def _format_settings(changes: Mapping[str, Any]) -> str:
-    shown = {k: "null" if v is None else str(v).lower() for k, v in changes.items()}
-    return " ".join(f"{name}={value}" for name, value in shown.items())
+    texts = {k: "null" if v is None else str(v).lower() for k, v in changes.items()}
+    return " ".join(f"{name}={value}" for name, value in texts.items())
 
 
 def find_remedies(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
     """Return remedies that may help for the phases that do not fit."""
     machine, parallel = plan.machine, settings.parallel
-    bad = {phase.name: phase for phase in plan.phases if not phase_fits(phase, machine)}
+    bad_phases = {phase.name: phase for phase in plan.phases if not phase_fits(phase, machine)}
     advice: list[Remedy] = []
-    if (save := bad.get(Phase.SAVE_GATHERED)) is not None:
-        needed, had = save.node_bytes(machine), machine.host_bytes
+    if (save := bad_phases.get(Phase.SAVE_GATHERED)) is not None:
+        usage, limit = save.node_bytes(machine), machine.host_bytes
         advice.append(
             Remedy(
                 f"save: gathering {format_bytes(save.first_bytes)} on one rank takes "
-                f"{format_bytes(needed)} of {format_bytes(had)}; hpc_tune streams each rank's own "
+                f"{format_bytes(usage)} of {format_bytes(limit)}; hpc_tune streams each rank's own "
                 "part (omit --save gathered)"
             )
         )
-    if Phase.LOAD in bad:
+    if Phase.LOAD in bad_phases:
         advice += _shrink_state_remedies(parallel, tune, machine)
-    elif Phase.STEADY in bad:
+    elif Phase.STEADY in bad_phases:
         if plan.tokens_that_fit >= plan.seq_len:
             rows = plan.tokens_that_fit // plan.seq_len
             name = "batch.micro_size"
@@ -189,15 +189,15 @@ def find_remedies(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig
             advice.append(Remedy(text, changes, shrinkable_setting=name))
         if not advice:
             advice += _shrink_state_remedies(parallel, tune, machine)
-    if Phase.COMPILE in bad and Phase.STEADY not in bad:
+    if Phase.COMPILE in bad_phases and Phase.STEADY not in bad_phases:
         text = "compile: run.threads=1 compiles in the rank's own process"
         advice.append(Remedy(text, {"run.threads": 1}))
-    if Phase.SAVE_IN_BACKGROUND in bad and Phase.STEADY not in bad:
+    if Phase.SAVE_IN_BACKGROUND in bad_phases and Phase.STEADY not in bad_phases:
         text = "save: with checkpoint.background=false training waits, and nothing is copied"
         advice.append(Remedy(text, {"checkpoint.background": False}))
-    if Phase.MERGE in bad:
+    if Phase.MERGE in bad_phases:
         advice.append(Remedy("merge: on a node with more memory; it holds one tensor at a time"))
-    if (parallel.pipeline or 1) > 1 and Phase.STEADY in bad:
+    if (parallel.pipeline or 1) > 1 and Phase.STEADY in bad_phases:
         advice.append(Remedy("steady: fewer pipeline stages have fewer micro-batches in flight"))
     return advice
 
@@ -214,11 +214,11 @@ def _long_row_remedies(
         text = "steady: parallel.offload_activations=true keeps blocks' inputs on the host"
         yield Remedy(text, {"parallel.offload_activations": True})
     ranks = (parallel.replicate or 1) * (parallel.shard or 1)
-    least = parallel.context * -(-plan.seq_len // max(1, plan.tokens_that_fit))
-    shared = next((n for n in range(max(2, least), ranks + 1) if ranks % n == 0), 1)
-    if shared > parallel.context:
-        text = f"steady: parallel.context={shared} lets {shared} ranks share each row"
-        yield Remedy(text, {"parallel.context": shared})
+    min_context = parallel.context * -(-plan.seq_len // max(1, plan.tokens_that_fit))
+    context = next((n for n in range(max(2, min_context), ranks + 1) if ranks % n == 0), 1)
+    if context > parallel.context:
+        text = f"steady: parallel.context={context} lets {context} ranks share each row"
+        yield Remedy(text, {"parallel.context": context})
 
 
 def _shrink_state_remedies(
@@ -313,8 +313,8 @@ def make_plan(
         has_experts = is_mixture_of_experts(built_model.module)
         if uses_gpu and not find_compile_obstacle(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
-        requested = resolve_row_pieces(config.parallel, tune, train, seq_len, built_model.module)
-        resolved = resolve(requested, size, built_model.config, machine)
+        parallel = resolve_row_pieces(config.parallel, tune, train, seq_len, built_model.module)
+        resolved = resolve(parallel, size, built_model.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         trains_tied = size.is_fully_trained and built_model.tied_name is not None
         settings = MemorySettings(
@@ -325,8 +325,8 @@ def make_plan(
             config.memory.governor == "on",
             *(save, tune.form, tune.has_reference, _num_groups(resolved, trains_tied)),
         )
-        what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = TracedStep(shape, *what)
+        fields = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
+        step = TracedStep(shape, *fields)
         step = _with_kernels(step, built_model, train.compiles, uses_gpu, needs_mask)
         is_deep = size.blocks(built_model.config) > _MAX_FULLY_TRACED_BLOCKS
         trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
@@ -335,14 +335,14 @@ def make_plan(
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_bytes_at(rows: int, length: int, of_step: int) -> int:
-            other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
-            waiting = replace(settings, step_tokens=own_rows * of_step)
-            traced = adapt_to_deepspeed_zero(trace(other), resolved)
-            return spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
+            trial_step = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
+            new_settings = replace(settings, step_tokens=own_rows * of_step)
+            trial = adapt_to_deepspeed_zero(trace(trial_step), resolved)
+            return spare_bytes(memory_by_phase(trial, machine, model_bytes, new_settings), machine)
 
         tokens = tokens_that_fit(left_bytes_at, spare_bytes(phases, machine), micro_rows, seq_len)
-        moved = report.moved_bytes, micro_rows * seq_len
-        tokens, bound_by = limit_tokens_by_host(tokens, phases, machine, *moved)
+        offload = report.moved_bytes, micro_rows * seq_len
+        tokens, bound_by = limit_tokens_by_host(tokens, phases, machine, *offload)
     plan = MemoryPlan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
@@ -377,11 +377,11 @@ def _with_kernels(
 def plan_to_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     """Return the plan as a table for a person."""
     machine, device = plan.machine, plan.machine.device_bytes
-    where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
+    ranks = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
         f"model   {plan.model}",
         f"world   {format_quantity(machine.nodes, 'node')} x "
-        f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
+        f"{machine.ranks_per_node} {ranks}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
         f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens"
         f"{plan.trace.long_rows_note}",
@@ -390,23 +390,23 @@ def plan_to_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     ]
     for phase in plan.phases:
         on_device = "-" if device is None else format_bytes(phase.device_bytes)
-        left, of = machine.host_bytes - phase.node_bytes(machine), "node"
-        if device is not None and phase.device_bytes and device - phase.device_bytes < left:
-            left, of = device - phase.device_bytes, "GPU"
+        room, owner = machine.host_bytes - phase.node_bytes(machine), "node"
+        if device is not None and phase.device_bytes and device - phase.device_bytes < room:
+            room, owner = device - phase.device_bytes, "GPU"
         mark = "" if phase_fits(phase, machine) else "  DOES NOT FIT"
         mark += ": training waits instead" if mark and phase.optional else ""
         lines.append(
             f"{phase.name:<26}{on_device:>13}{format_bytes(phase.rank_bytes):>13}"
-            f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13} {of}{mark}"
+            f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(room):>13} {owner}{mark}"
         )
     lines.append("")
     rows = plan.tokens_that_fit // plan.seq_len
-    if (most := plan.tokens_that_fit) > 0:
-        by = f", by the memory of a {plan.bound_by}" if plan.bound_by else ""
+    if (tokens := plan.tokens_that_fit) > 0:
+        limit_text = f", by the memory of a {plan.bound_by}" if plan.bound_by else ""
         lines.append(
-            f"room    about {most} tokens per micro-batch{by}: batch.micro_size={rows}"
+            f"room    about {tokens} tokens per micro-batch{limit_text}: batch.micro_size={rows}"
             if rows
-            else f"room    data.seq_len up to about {most}{by} in micro-batches of one"
+            else f"room    data.seq_len up to about {tokens}{limit_text} in micro-batches of one"
         )
     lines.append(f"verdict {'fits' if plan.fits else 'does not fit'}")
     return lines + [f"  - {line}" for line in advice]
@@ -439,8 +439,8 @@ def plan_from_json(text: str) -> MemoryPlan:
     ]
     remedies = [Remedy(text) for text in tree.pop("advice")]
     del tree["fits"]
-    others = {"machine": machine, "trace": TraceReport(**trace), "phases": phases}
-    return MemoryPlan(**tree | others, remedies=remedies)
+    parsed_fields = {"machine": machine, "trace": TraceReport(**trace), "phases": phases}
+    return MemoryPlan(**tree | parsed_fields, remedies=remedies)
 
 
 def _num_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
@@ -461,8 +461,8 @@ def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
 def _model_bytes(
     shape: ModelShape, built_model: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored, largest, mapped_share = _inspect_stored_weights(shape.directory, built_model)
-    trained = [p for p in built_model.module.parameters() if p.requires_grad]
+    stored_dtypes, largest, mapped_share = _inspect_stored_weights(shape.directory, built_model)
+    trained_params = [p for p in built_model.module.parameters() if p.requires_grad]
     # Moments in 8 bits are saved in fp32, whatever the weights are.
     more_in_fp32 = NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes)
     return ModelBytes(
@@ -470,21 +470,25 @@ def _model_bytes(
         largest,
         _max_gathered_values(built_model, layout) * shape.dtype.itemsize,
         size.is_fully_trained,
-        mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
+        mapped_share=mapped_share if stored_dtypes == {shape.dtype} else 0.0,
         other_saved_bytes=more_in_fp32 if is_8bit else 0,
-        largest_trained=max((p.nbytes for p in trained), default=0),
+        largest_trained=max((p.nbytes for p in trained_params), default=0),
     )
 
 
 def _max_gathered_values(built_model: BuiltModel, layout: Layout) -> int:
     """Return the most values gathered at once: a block, its distributed experts, or a tensor."""
     module, kinds = built_model.module, label_parameters_by_part(built_model.module)
-    spread = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
-    others = [[p.numel() for p in b.parameters() if p not in spread] for b in find_blocks(module)]
-    others += [[p.numel()] for p in module.parameters() if p not in spread]
-    experts = [[p.numel() for p in b.parameters() if p in spread] for b in find_blocks(module)]
-    of_rank = max(map(sum, experts)) // layout.expert if layout.expert_shard > 1 else 0
-    return max(*map(sum, others), of_rank)
+    expert_params = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
+    other_sizes = [
+        [p.numel() for p in b.parameters() if p not in expert_params] for b in find_blocks(module)
+    ]
+    other_sizes += [[p.numel()] for p in module.parameters() if p not in expert_params]
+    expert_sizes = [
+        [p.numel() for p in b.parameters() if p in expert_params] for b in find_blocks(module)
+    ]
+    rank_values = max(map(sum, expert_sizes)) // layout.expert if layout.expert_shard > 1 else 0
+    return max(*map(sum, other_sizes), rank_values)
 
 
 def _inspect_stored_weights(
@@ -496,23 +500,23 @@ def _inspect_stored_weights(
     model, unlike experts that are stored one by one. Without files, all tensors but stacks of
     experts are assumed to be stored so, in the config's dtype or else in the model's.
     """
-    frozen = [p for p in built_model.module.parameters() if not p.requires_grad]
-    num_frozen = max(1, sum(p.numel() for p in frozen))
+    frozen_params = [p for p in built_model.module.parameters() if not p.requires_grad]
+    num_frozen = max(1, sum(p.numel() for p in frozen_params))
     if any(directory.glob("*.safetensors")):
         index = index_model_directory(directory)
         shapes = {tuple(index.shapes[name]) for name in index.stored}
-        alike = sum(p.numel() for p in frozen if tuple(p.shape) in shapes)
+        num_alike = sum(p.numel() for p in frozen_params if tuple(p.shape) in shapes)
         largest = max(map(index.bytes_of, index.stored))
-        return set(index.dtypes.values()), largest, alike / num_frozen
+        return set(index.dtypes.values()), largest, num_alike / num_frozen
     dtype = getattr(built_model.config, "dtype", None)
-    stored = dtype if isinstance(dtype, torch.dtype) else built_model.dtype
-    largest = stored.itemsize * max(p.numel() for p in built_model.module.parameters())
-    stacks = sum(
+    stored_dtype = dtype if isinstance(dtype, torch.dtype) else built_model.dtype
+    largest = stored_dtype.itemsize * max(p.numel() for p in built_model.module.parameters())
+    num_stacked = sum(
         p.numel()
         for _, part in find_stacked_experts(built_model.module)
         for p in part.parameters(False)
     )
-    return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
+    return {stored_dtype}, largest, max(0.0, 1 - num_stacked / num_frozen)
 
 
 def _layout_text(resolved: ResolvedLayout) -> str:
@@ -537,11 +541,11 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
         except (ConfigError, DataError) as error:
             log.warning("memory is not planned: %s", error)
             return None
-        needed = [phase for phase in plan.phases if not phase.optional]
-        on_device = max(phase.device_bytes for phase in needed)
-        fits = DEVICE_LIMITS.allows(on_device, USUAL_DEVICE_BYTES)
+        phases = [phase for phase in plan.phases if not phase.optional]
+        device_bytes = max(phase.device_bytes for phase in phases)
+        fits = DEVICE_LIMITS.allows(device_bytes, USUAL_DEVICE_BYTES)
         if fits:
             break
-    on_node = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in needed)
-    host_gib_per_node = -(-int(on_node / HOST_LIMITS.max_share) >> 30)
-    return PlannedSizes(recompute, host_gib_per_node, on_device, USUAL_DEVICE_BYTES, fits)
+    node_bytes = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in phases)
+    host_gib_per_node = -(-int(node_bytes / HOST_LIMITS.max_share) >> 30)
+    return PlannedSizes(recompute, host_gib_per_node, device_bytes, USUAL_DEVICE_BYTES, fits)

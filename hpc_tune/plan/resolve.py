@@ -85,13 +85,13 @@ def resolve(
     world_size = world_size or machine.world_size
     bytes_per_rank = machine.bytes_per_rank
     per_node = machine.ranks_per_node if machine.world_size == world_size else 1
-    layout, why = choose_layout(requested_parallel, world_size, size, bytes_per_rank, per_node)
+    layout, reason = choose_layout(requested_parallel, world_size, size, bytes_per_rank, per_node)
     check_layout(layout, requested_parallel, model)
     reshard = choose_reshard(requested_parallel, size, layout, bytes_per_rank)
     parallel = requested_parallel.model_copy(update={"reshard": reshard})
     if parallel.zero_stage is None:
         parallel = with_layout(parallel, layout)
-    return ResolvedLayout(layout, why, layout.coordinates(rank), parallel, machine)
+    return ResolvedLayout(layout, reason, layout.coordinates(rank), parallel, machine)
 
 
 def choose_layout(
@@ -114,32 +114,32 @@ def choose_layout(
         ConfigError: if the axes that are set do not multiply to the world size.
     """
     if parallel.zero_stage is not None:
-        sharded = world_size if parallel.zero_stage == 3 else 1
-        layout = Layout(world_size // sharded, sharded, context=parallel.context)
+        num_shards = world_size if parallel.zero_stage == 3 else 1
+        layout = Layout(world_size // num_shards, num_shards, context=parallel.context)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
     if not parallel.fits_ranks(world_size):
         raise ConfigError(_describe_mismatch(parallel, world_size))
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard
-    rest = world_size // parallel.ranks_needed
+    num_left = world_size // parallel.ranks_needed
     if replicate is not None or shard is not None:
-        axes = (replicate or rest, shard or rest, tensor, pipeline)
+        axes = (replicate or num_left, shard or num_left, tensor, pipeline)
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
-    whole = Layout(rest, 1, tensor, pipeline, context=parallel.context)
-    needed, allowed = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
-    sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
-    if needed <= allowed:
-        return whole, f"each rank can hold its part of the model ({sizes})"
-    if rest == 1:
-        return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
-    by_node = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
-    if 1 < by_node < rest and rest % by_node == 0:
-        hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
-        if (needed := static_bytes(size, hybrid)) <= allowed:
-            sizes = f"{format_bytes(needed)} of {format_bytes(allowed)}"
+    unsharded = Layout(num_left, 1, tensor, pipeline, context=parallel.context)
+    needed_bytes, limit_bytes = static_bytes(size, unsharded), int(bytes_per_rank * STATE_SHARE)
+    sizes = f"{format_bytes(needed_bytes)} of {format_bytes(limit_bytes)}"
+    if needed_bytes <= limit_bytes:
+        return unsharded, f"each rank can hold its part of the model ({sizes})"
+    if num_left == 1:
+        return unsharded, f"the model does not fit, and no rank is left to split it over ({sizes})"
+    node_ranks = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
+    if 1 < node_ranks < num_left and num_left % node_ranks == 0:
+        hybrid = replace(unsharded, replicate=num_left // node_ranks, shard=node_ranks)
+        if (needed_bytes := static_bytes(size, hybrid)) <= limit_bytes:
+            sizes = f"{format_bytes(needed_bytes)} of {format_bytes(limit_bytes)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
-    return replace(whole, replicate=1, shard=rest), f"no rank can hold the model ({sizes})"
+    return replace(unsharded, replicate=1, shard=num_left), f"no rank can hold the model ({sizes})"
 
 
 def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
@@ -156,8 +156,8 @@ def choose_reshard(
     """
     if parallel.reshard != "auto":
         return parallel.reshard
-    whole = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= bytes_per_rank * STATE_SHARE else "block"
+    unsharded = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
+    return "step" if static_bytes(size, unsharded) <= bytes_per_rank * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
@@ -233,10 +233,10 @@ def gathered_keys_warnings(config: Any, layout: Layout) -> list[str]:
         return []
     heads = num_attended_heads(config, layout)
     choices = [n for n in list_divisors(heads) if n > 1 and layout.num_weight_ranks % n == 0]
-    use = f"; {format_choices(choices)} would exchange heads" if choices else ""
+    suggestion = f"; {format_choices(choices)} would exchange heads" if choices else ""
     return [
         f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
-        f"in each layer every rank gathers the keys and values of whole rows{use}"
+        f"in each layer every rank gathers the keys and values of whole rows{suggestion}"
     ]
 
 
@@ -262,12 +262,12 @@ def max_micro_rows(batch: BatchConfig, layout: Layout) -> int:
 def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
     axes, start = parallel.axes, f"start {parallel.ranks_in_words}"
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
-    split = (parallel.tensor or 1) * (parallel.pipeline or 1)
-    if world_size % split:
-        others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
-        advice = f"{start}, or change {' and '.join(others)}"
+    product = (parallel.tensor or 1) * (parallel.pipeline or 1)
+    if world_size % product:
+        changes = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
+        advice = f"{start}, or change {' and '.join(changes)}"
     else:
-        advice = f"{start}, {_suggest_axes(parallel, world_size // split)}"
+        advice = f"{start}, {_suggest_axes(parallel, world_size // product)}"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"{settings} on {ranks}: expected replicate x shard x tensor x pipeline = "
@@ -277,16 +277,16 @@ def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
 
 def _suggest_axes(parallel: ParallelConfig, num_ranks: int) -> str:
     """Suggest replicate and shard, whose product is ``num_ranks``; the set values do not fit."""
-    given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
-    given = {name: size for name, size in given.items() if size is not None}
-    if len(given) == 1:
-        ((name, _),) = given.items()
+    set_axes = {name: getattr(parallel, name) for name in ("replicate", "shard")}
+    set_axes = {name: size for name, size in set_axes.items() if size is not None}
+    if len(set_axes) == 1:
+        ((name, _),) = set_axes.items()
         sizes = [str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         return f"or set parallel.{name} to {' or '.join(sizes)}, or leave it out (=null)"
-    other = {"replicate": "shard", "shard": "replicate"}
+    other_axis = {"replicate": "shard", "shard": "replicate"}
     options = [
-        f"parallel.{other[name]}={num_ranks // size} with parallel.{name}={size}"
-        for name, size in reversed(given.items())
+        f"parallel.{other_axis[name]}={num_ranks // size} with parallel.{name}={size}"
+        for name, size in reversed(set_axes.items())
         if num_ranks % size == 0
     ]
     options += ["neither (both =null): they are then chosen to fit memory"]
@@ -308,8 +308,8 @@ class ModelShape:
 
     def build(self) -> BuiltModel:
         """Build the model on the meta device."""
-        what = (self.directory, self.dtype, self.tune, self.seed)
-        return build(*what, weights=False, rope_scaling=self.rope_scaling)
+        arguments = (self.directory, self.dtype, self.tune, self.seed)
+        return build(*arguments, weights=False, rope_scaling=self.rope_scaling)
 
     @property
     def num_blocks(self) -> int:
@@ -323,21 +323,27 @@ class ModelShape:
         """
         config = read_config(self.directory)
         text = config.get_text_config()
-        written: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
-        inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
-        part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
-        name, before = _find_num_blocks(text)
+        json_config: dict[str, Any] = json.loads(
+            (self.directory / "config.json").read_text("utf-8")
+        )
+        sections = [name for name in config.sub_configs if getattr(config, name, None) is text]
+        part = next(
+            (json_config[n] for n in sections if isinstance(json_config.get(n), dict)), json_config
+        )
+        name, old_num_blocks = _find_num_blocks(text)
         if not name:  # published files may spell the list of kinds as a string
             fields = text.to_dict()
-            part |= {n: v for n, v in fields.items() if isinstance(v, list) and len(v) == before}
+            part |= {
+                n: v for n, v in fields.items() if isinstance(v, list) and len(v) == old_num_blocks
+            }
         for key, value in list(part.items()):
             if key in LAYER_COUNT_FIELDS:  # another name of the same number
                 del part[key]
-            elif isinstance(value, list) and len(value) == before:
-                part[key] = [value[n % before] for n in range(num_blocks)]
+            elif isinstance(value, list) and len(value) == old_num_blocks:
+                part[key] = [value[n % old_num_blocks] for n in range(num_blocks)]
         if name:
             part[name] = num_blocks
-        (directory / "config.json").write_text(json.dumps(written), encoding="utf-8")
+        (directory / "config.json").write_text(json.dumps(json_config), encoding="utf-8")
         return replace(self, directory=directory)
 
 

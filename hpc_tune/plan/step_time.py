@@ -69,29 +69,33 @@ class Network:
     def from_links(cls, links: Links, nodes: Sequence[int]) -> "Network":
         """Take what was measured; an unmeasured pair is like another pair of the same two nodes."""
         size = len(nodes)
-        between: dict[tuple[int, int], Link] = {}
+        by_nodes: dict[tuple[int, int], Link] = {}
         for pair in links.pairs:
-            between.setdefault(_ordered_pair(*pair.nodes), pair)
+            by_nodes.setdefault(_ordered_pair(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
-        of_kind = {same: _median_pair(links.pairs, same) for same in (True, False) if links.pairs}
-        latency, rate, exchange = {}, {}, {}
+        median_pair = {
+            same_node: _median_pair(links.pairs, same_node)
+            for same_node in (True, False)
+            if links.pairs
+        }
+        latency, rate, duplex_rate = {}, {}, {}
         for a in range(size):
             for b in range(a + 1, size):
-                like = by_ranks.get((a, b)) or between.get(_ordered_pair(nodes[a], nodes[b]))
-                pair = like or of_kind[nodes[a] == nodes[b]]
+                similar = by_ranks.get((a, b)) or by_nodes.get(_ordered_pair(nodes[a], nodes[b]))
+                pair = similar or median_pair[nodes[a] == nodes[b]]
                 latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
-                exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
-        plain = cls(tuple(nodes), latency, rate, exchange, {}, links.lanes)
-        slowdowns, everyone = {}, [links.order or range(size)]
+                duplex_rate[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
+        network = cls(tuple(nodes), latency, rate, duplex_rate, {}, links.lanes)
+        slowdowns, all_ranks = {}, [links.order or range(size)]
         for kind, name in _COLLECTIVE_LABELS.items():
             times = [(c.num_bytes, c.seconds) for c in links.collectives if c.name == name]
             if len(times) > 1:
                 (_, small_s), *_, (num_bytes, large_s) = times
-                promised_s = plain.collective_s(kind, everyone, num_bytes)
-                ratio = max(large_s - small_s, 0.0) / promised_s
+                predicted_s = network.collective_s(kind, all_ranks, num_bytes)
+                ratio = max(large_s - small_s, 0.0) / predicted_s
                 ratio = min(_MAX_SLOWDOWN, max(_MIN_SLOWDOWN, ratio))
-                slowdowns[kind] = ratio, promised_s / num_bytes
-        return dataclasses.replace(plain, slowdowns=slowdowns)
+                slowdowns[kind] = ratio, predicted_s / num_bytes
+        return dataclasses.replace(network, slowdowns=slowdowns)
 
     def collective_s(
         self,
@@ -115,9 +119,9 @@ class Network:
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
         rate = self.min_bytes_per_s(edges, exchange=size == 2 and kind == "all_gather")
         moving_s = ring_steps(kind, size) / size * num_bytes / rate
-        ratio, promised_s = self.slowdowns.get(kind, (1.0, 0.0))
-        more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
-        return moving_s + (more_s / speedup if more_s > 0 else more_s)
+        ratio, predicted_s = self.slowdowns.get(kind, (1.0, 0.0))
+        overhead_s = (ratio - 1) * min(moving_s, predicted_s * num_bytes)
+        return moving_s + (overhead_s / speedup if overhead_s > 0 else overhead_s)
 
     def _all_to_all_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
         """Return the seconds in which each rank sends a part to every other rank of its group.
@@ -127,16 +131,16 @@ class Network:
         """
         size = len(groups[0])
         rates = self.duplex_bytes_per_s if size == 2 else self.bytes_per_s
-        within: defaultdict[int, float] = defaultdict(float)
-        leaving: defaultdict[int, float] = defaultdict(float)
-        of_node: defaultdict[int, float] = defaultdict(float)
+        intra_node_s: defaultdict[int, float] = defaultdict(float)
+        inter_node_s: defaultdict[int, float] = defaultdict(float)
+        node_s: defaultdict[int, float] = defaultdict(float)
         for group in groups:
             for a, b in itertools.permutations(group, 2):
                 seconds = num_bytes / size / rates[_ordered_pair(a, b)]
-                (within if self.nodes[a] == self.nodes[b] else leaving)[a] += seconds
-        for rank, seconds in leaving.items():
-            of_node[self.nodes[rank]] += seconds / self.lanes
-        return max([*within.values(), *leaving.values(), *of_node.values()])
+                (intra_node_s if self.nodes[a] == self.nodes[b] else inter_node_s)[a] += seconds
+        for rank, seconds in inter_node_s.items():
+            node_s[self.nodes[rank]] += seconds / self.lanes
+        return max([*intra_node_s.values(), *inter_node_s.values(), *node_s.values()])
 
     def latency(self, a: int, b: int) -> float:
         """Return the seconds that a small message takes between two ranks."""
@@ -152,13 +156,13 @@ class Network:
         ``exchange``: each edge is used in both directions.
         """
         rates = self.duplex_bytes_per_s if exchange else self.bytes_per_s
-        leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
+        num_leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
 
         def shared_rate(a: int, b: int) -> float:
-            alone = rates[_ordered_pair(a, b)]
+            full_rate = rates[_ordered_pair(a, b)]
             if self.nodes[a] == self.nodes[b]:
-                return alone
-            return alone / max(1.0, leaving[self.nodes[a]] / self.lanes)
+                return full_rate
+            return full_rate / max(1.0, num_leaving[self.nodes[a]] / self.lanes)
 
         return min(shared_rate(a, b) for a, b in edges)
 
@@ -270,8 +274,8 @@ def step_time(
     begin_s = 0.0
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch arrives, so stages gather in turn.
-        alone = max(speedup, min(compute.sharing, speedup * layout.pipeline))
-        begin_s = sum(gathers(kind, alone) for kind in kinds)
+        gather_speedup = max(speedup, min(compute.sharing, speedup * layout.pipeline))
+        begin_s = sum(gathers(kind, gather_speedup) for kind in kinds)
     else:
         waits_s = {kind: gathers(kind, speedup) / num_micro_batches for kind in waits_s}
     if compute.overlaps:
@@ -323,8 +327,8 @@ class _RankLayout:
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         has_two_ranks = axes == FIRST_AND_LAST_STAGE
         groups = self.layout.groups(*(("pipeline",) if has_two_ranks else axes))
-        placed = [[self.ranks[position] for position in group] for group in groups]
-        return [[group[0], group[-1]] for group in placed] if has_two_ranks else placed
+        rank_groups = [[self.ranks[position] for position in group] for group in groups]
+        return [[group[0], group[-1]] for group in rank_groups] if has_two_ranks else rank_groups
 
     def transfer_s(self, message: Message, speedup: float = 1.0) -> float:
         """Return the seconds of a message's bytes; ``speedup``: see ``Network.collective_s``."""
@@ -341,8 +345,8 @@ class _RankLayout:
 
     def sync_time_s(self, size: int) -> float:
         """Return the seconds for ``size`` ranks to wait for each other: logarithmic (a tree)."""
-        everyone = len(self.network.nodes)
-        return self.sync_s * math.log2(size) / math.log2(everyone) if size > 1 else 0.0
+        num_ranks = len(self.network.nodes)
+        return self.sync_s * math.log2(size) / math.log2(num_ranks) if size > 1 else 0.0
 
     def stage_hops_s(self, num_bytes: float) -> list[float]:
         """Return the seconds of one message from each pipeline stage to the next."""
@@ -397,13 +401,13 @@ class _PipelineTime:
 
 def _representative_ranks(plan: StepPlan) -> list[int]:
     """Return for each rank of the pipeline axis the first rank that holds and sends the same."""
-    first: dict[tuple[Any, ...], int] = {}
+    first_rank: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
-    alike = [
+    signatures = [
         (rank == 0, rank == last, len(plan.blocks_of_rank(rank)), *plan.weights_of_rank(rank))
         for rank in range(plan.layout.pipeline)
     ]
-    return [first.setdefault(of_rank, rank) for rank, of_rank in enumerate(alike)]
+    return [first_rank.setdefault(signature, rank) for rank, signature in enumerate(signatures)]
 
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
@@ -431,8 +435,8 @@ def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute
     block_s = tokens * compute.block_s / plan.layout.tensor
     # A share of forward, recompute and backward; backward counts twice if weights get gradients.
     forward_s = block_s / (4 if plan.size.is_fully_trained else 3)
-    there_s, back_s = max(0.0, copy_s - forward_s), max(0.0, copy_s - (block_s - forward_s))
-    return num_blocks * there_s + (num_blocks - 1) * back_s + copy_s
+    out_s, back_s = max(0.0, copy_s - forward_s), max(0.0, copy_s - (block_s - forward_s))
+    return num_blocks * out_s + (num_blocks - 1) * back_s + copy_s
 
 
 def _gathering_s(

@@ -123,8 +123,10 @@ class TraceReport:
     def long_rows_note(self) -> str:
         """Description of what is done for long rows, starting with a comma; "" for nothing."""
         pieces = f", MLPs in {self.row_pieces} pieces of a row" if self.row_pieces > 1 else ""
-        moved = f"{format_bytes(self.moved_bytes)} per rank"
-        return pieces + (f", inputs of blocks on the host ({moved})" if self.moved_bytes else "")
+        moved_text = f"{format_bytes(self.moved_bytes)} per rank"
+        return pieces + (
+            f", inputs of blocks on the host ({moved_text})" if self.moved_bytes else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +166,11 @@ class TracedStep:
         what the first left: the unsharded gradients of full fine-tuning.
         """
         pipeline = self.layout.pipeline
-        enough = 2 if self.is_full else 1
+        num_needed = 2 if self.is_full else 1
         if pipeline > 1:
-            enough = 2 * pipeline if self.parallel.stages_per_rank > 1 else pipeline + 1
+            num_needed = 2 * pipeline if self.parallel.stages_per_rank > 1 else pipeline + 1
         rows = self.layout.rows_per_rank(self.global_rows)
-        return min(enough, -(-rows // self.micro_rows))
+        return min(num_needed, -(-rows // self.micro_rows))
 
 
 TraceFunction = Callable[[TracedStep], TraceReport]
@@ -183,8 +185,8 @@ def trace_step(step: TracedStep) -> TraceReport:
     """
     began_s = time.perf_counter()
     built_model, layout = step.shape.build(), step.layout
-    most = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_CACHED_BLOCK_BYTES
-    memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
+    block_bytes = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_CACHED_BLOCK_BYTES
+    memory = TracedMemory(int(ROW_MARGIN * block_bytes), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.for_model(built_model, layout, step.parallel)
     world, experts = _fake_world(step.rank, layout.size), loop_over_fp32_experts()
@@ -279,22 +281,22 @@ def _make_traced_batch(step: TracedStep) -> Batch:
     return Batch(tokens_BT, labels_BT, positions_BT, *counts, document_lengths=[row] * rows)
 
 
-def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int]:
+def _bytes_by_kind(engine: NativeEngine, is_full: bool) -> tuple[int, int, int, int]:
     """Return the bytes of weights, adapters, gradients and optimizer state on this rank."""
-    held = [p for stage in engine.stages for p in stage.module.parameters()]
-    trained = [p for p in held if p.requires_grad]
+    params = [p for stage in engine.stages for p in stage.module.parameters()]
+    trained_params = [p for p in params if p.requires_grad]
     return (
-        _storage_bytes(p for p in held if full or not p.requires_grad),
-        0 if full else _storage_bytes(trained),
-        _storage_bytes(p.grad for p in trained if p.grad is not None),
+        _storage_bytes(p for p in params if is_full or not p.requires_grad),
+        0 if is_full else _storage_bytes(trained_params),
+        _storage_bytes(p.grad for p in trained_params if p.grad is not None),
         _storage_bytes(engine.optimizer_state()),
     )
 
 
 def _count_shards_by_bytes(engine: NativeEngine) -> dict[int, int]:
     """Return the number of sharded weights by their size in bytes on this rank."""
-    held = (p for stage in engine.stages for p in stage.module.parameters())
-    return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
+    params = (p for stage in engine.stages for p in stage.module.parameters())
+    return dict(Counter(p.to_local().nbytes for p in params if isinstance(p, DTensor)))
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -352,9 +354,9 @@ class _FakeCollectives(CountedCollectives):
     def all_gather_uncounted(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
         """Gather; as gloo does, hold a copy of the whole result until done."""
         copy = torch.empty_like(out) if self._mimics_gloo else None
-        done = super().all_gather_uncounted(out, part, *how)
+        result = super().all_gather_uncounted(out, part, *how)
         del copy
-        return done
+        return result
 
 
 class _SentMessage:
@@ -379,9 +381,9 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
     built_model, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
     sections = (config.parallel, config.tune, config.train)
-    asked = resolve_row_pieces(*sections, config.data.seq_len, built_model.module)
+    parallel = resolve_row_pieces(*sections, config.data.seq_len, built_model.module)
     resolved = resolve(
-        asked, measure(built_model.module, config.optim.is_8bit), built_model.config, machine
+        parallel, measure(built_model.module, config.optim.is_8bit), built_model.config, machine
     )
     size = (config.batch.global_size, min_micro_rows(config.batch), config.data.seq_len)
     kernels = choose_model_kernels(built_model.config, dtype, config.train.compiles)
@@ -412,29 +414,33 @@ def trace_few_blocks(step: TracedStep) -> TraceReport:
     Stages are assumed to be equally deep.
     """
     stages = step.layout.pipeline * step.parallel.stages_per_rank
-    few, more = (
+    low_depth, high_depth = (
         stages * n for n in (_SAMPLE_STAGE_BLOCK_COUNTS if stages > 1 else _SAMPLE_BLOCK_COUNTS)
     )
     began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
     with tempfile.TemporaryDirectory() as folder:
-        shapes = (step.shape.with_blocks(blocks, Path(folder)) for blocks in (few, more))
+        shapes = (
+            step.shape.with_blocks(blocks, Path(folder)) for blocks in (low_depth, high_depth)
+        )
         low_report, high_report = (
             trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes
         )
-    report = _extrapolate(low_report, high_report, ratio=(num_blocks - few) / (more - few))
+    report = _extrapolate(
+        low_report, high_report, ratio=(num_blocks - low_depth) / (high_depth - low_depth)
+    )
     trace_s = time.perf_counter() - began_s
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 
 
 def cache_traces(trace: TraceFunction) -> TraceFunction:
     """Return ``trace`` with a cache by size, for the steps of one run and layout."""
-    known: dict[tuple[int, ...], TraceReport] = {}
+    reports: dict[tuple[int, ...], TraceReport] = {}
 
     def traced(step: TracedStep) -> TraceReport:
         size = step.micro_rows, step.seq_len, step.num_micro, step.rank
-        if size not in known:
-            known[size] = trace(step)
-        return known[size]
+        if size not in reports:
+            reports[size] = trace(step)
+        return reports[size]
 
     return traced
 
@@ -449,10 +455,10 @@ def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
         return trace(step)
     global_rows = step.num_micro * step.layout.data_parallel_size
     one_row = dataclasses.replace(step, micro_rows=1, global_rows=global_rows)
-    few = min(length, _SAMPLE_TOKENS)
-    low_report = trace(dataclasses.replace(one_row, seq_len=few))
-    high_report = trace(dataclasses.replace(one_row, seq_len=2 * few))
-    report = _extrapolate(low_report, high_report, ratio=(rows * length - few) / few)
+    short_len = min(length, _SAMPLE_TOKENS)
+    low_report = trace(dataclasses.replace(one_row, seq_len=short_len))
+    high_report = trace(dataclasses.replace(one_row, seq_len=2 * short_len))
+    report = _extrapolate(low_report, high_report, ratio=(rows * length - short_len) / short_len)
     return dataclasses.replace(report, trace_s=low_report.trace_s + high_report.trace_s)
 
 
@@ -466,7 +472,7 @@ def _extrapolate(low_report: TraceReport, high_report: TraceReport, ratio: float
     def extend(at_low: int, at_high: int) -> int:
         return round(at_low + ratio * (at_high - at_low))
 
-    extended: dict[str, Any] = {
+    figures: dict[str, Any] = {
         name: extend(getattr(low_report, name), getattr(high_report, name))
         for name in dataclasses.asdict(low_report)
         if name.endswith("_bytes")
@@ -483,11 +489,11 @@ def _extrapolate(low_report: TraceReport, high_report: TraceReport, ratio: float
         size: extend(low_report.shards.get(size, 0), high_report.shards.get(size, 0))
         for size in sizes
     }
-    peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
+    peak_bytes, figures["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
     kinds = ("weight", "adapter", "gradient", "optimizer")
-    extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
-    others = {"peak_bytes": peak_bytes, "parts": parts, "shards": shards}
-    return dataclasses.replace(low_report, **extended | others)
+    figures["activation_bytes"] = peak_bytes - sum(figures[f"{kind}_bytes"] for kind in kinds)
+    other_fields = {"peak_bytes": peak_bytes, "parts": parts, "shards": shards}
+    return dataclasses.replace(low_report, **figures | other_fields)
 
 
 def trace_worst_rank(trace: TraceFunction, step: TracedStep) -> TraceReport:

@@ -105,9 +105,9 @@ class Heap:
         self._release()
         self._join_fast_bins()
         largest = self._holes_by_size[-1][0] if self._holes_by_size else 0
-        behind = 0 if self._trims else self.reach - self._end
-        needed = _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
-        return max(largest, behind) >= needed
+        end_bytes = 0 if self._trims else self.reach - self._end
+        needed_bytes = _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
+        return max(largest, end_bytes) >= needed_bytes
 
     def _mark_pages_used(self, start: int, size: int) -> None:
         first, last = start // _PAGE_BYTES, (start + size - 1) // _PAGE_BYTES + 1
@@ -122,8 +122,8 @@ class Heap:
 
     def _allocate_small(self, num_bytes: int) -> int:
         size = _heap_block_size(num_bytes)
-        kept = self._cached_blocks[size]
-        block = kept.pop() if kept else self._allocate_block(size)
+        cached_blocks = self._cached_blocks[size]
+        block = cached_blocks.pop() if cached_blocks else self._allocate_block(size)
         self._mark_pages_used(block, size)
         return block
 
@@ -131,16 +131,16 @@ class Heap:
         """Allocate as glibc's ``_int_memalign``: what lies before and after the block is freed."""
         size = _heap_block_size(num_bytes)
         block = self._allocate_block(size + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES)
-        found = self._sizes[block]
+        block_size = self._sizes[block]
         # The caller's part begins _MALLOC_ALIGNMENT bytes after the start of a block.
-        if (before := -(block + _MALLOC_ALIGNMENT) % BLOCK_ALIGNMENT) > 0:
-            before += BLOCK_ALIGNMENT if before < _MIN_BLOCK_BYTES else 0
-            self._sizes[block], found = before, found - before
-            self._sizes[block + before] = found
+        if (padding := -(block + _MALLOC_ALIGNMENT) % BLOCK_ALIGNMENT) > 0:
+            padding += BLOCK_ALIGNMENT if padding < _MIN_BLOCK_BYTES else 0
+            self._sizes[block], block_size = padding, block_size - padding
+            self._sizes[block + padding] = block_size
             self._free_block(block)
-            block += before
-        if found > size + _MIN_BLOCK_BYTES:
-            self._sizes[block], self._sizes[block + size] = size, found - size
+            block += padding
+        if block_size > size + _MIN_BLOCK_BYTES:
+            self._sizes[block], self._sizes[block + size] = size, block_size - size
             self._free_block(block + size)
         self._mark_pages_used(block, self._sizes[block])
         return block
@@ -149,28 +149,28 @@ class Heap:
         """Return a block of ``size`` or slightly more: from the smallest hole, or the end."""
         if size >= _MIN_LARGE_BYTES:
             self._join_fast_bins()
-        at = bisect_left(self._holes_by_size, (size, -1))
-        if at == len(self._holes_by_size) and self._fast_bin_blocks:
+        index = bisect_left(self._holes_by_size, (size, -1))
+        if index == len(self._holes_by_size) and self._fast_bin_blocks:
             self._join_fast_bins()
-            at = bisect_left(self._holes_by_size, (size, -1))
-        if at == len(self._holes_by_size):
+            index = bisect_left(self._holes_by_size, (size, -1))
+        if index == len(self._holes_by_size):
             start, self._end = self._end, self._end + size
             self.reach = max(self.reach, self._end)
         else:
-            start = self._holes_by_size[at][1]
-            rest = self._remove_hole(start) - size
-            if rest < _MIN_BLOCK_BYTES:
-                size += rest
+            start = self._holes_by_size[index][1]
+            rest_size = self._remove_hole(start) - size
+            if rest_size < _MIN_BLOCK_BYTES:
+                size += rest_size
             else:
-                self._add_hole(start + size, rest)
+                self._add_hole(start + size, rest_size)
         self._sizes[start] = size
         return start
 
     def _free_block(self, block: int) -> None:
         size = self._sizes[block]
-        kept = self._cached_blocks[size]
-        if size <= _MAX_CACHED_BYTES and len(kept) < _NUM_CACHED_PER_SIZE:
-            kept.append(block)
+        cached_blocks = self._cached_blocks[size]
+        if size <= _MAX_CACHED_BYTES and len(cached_blocks) < _NUM_CACHED_PER_SIZE:
+            cached_blocks.append(block)
         elif size <= _MAX_FAST_BIN_BYTES:
             self._fast_bin_blocks.append(block)
         else:
@@ -194,9 +194,9 @@ class Heap:
         if stop == self._end:
             self._end = block
             if self._trims and block + _UNTRIMMED_BYTES < len(self._pages) * _PAGE_BYTES:
-                gone = -(-(block + _UNTRIMMED_BYTES) // _PAGE_BYTES)
-                self._num_pages -= self._pages.count(1, gone)
-                del self._pages[gone:]
+                first_free_page = -(-(block + _UNTRIMMED_BYTES) // _PAGE_BYTES)
+                self._num_pages -= self._pages.count(1, first_free_page)
+                del self._pages[first_free_page:]
         else:
             self._add_hole(block, stop - block)
 
@@ -323,9 +323,9 @@ class TracedMemory(TorchDispatchMode):
         if mask.dim() == 1:
             self._num_hit_experts = mask.numel()
         count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit_experts)
-        places = mask.new_empty((count, mask.dim()), dtype=torch.int64)
-        self._track(places.untyped_storage())
-        return places
+        indices = mask.new_empty((count, mask.dim()), dtype=torch.int64)
+        self._track(indices.untyped_storage())
+        return indices
 
     @property
     def kernel_bytes(self) -> int:
@@ -344,8 +344,8 @@ class TracedMemory(TorchDispatchMode):
         key = func.overloadpacket, *((f.shape, f.stride()) for f in factors)
         if func.overloadpacket is GROUPED_MM:
             for number in range(ONEDNN_CACHE_SIZE - len(self._kernels)):
-                of_number = (*key, number)
-                self._kernels[of_number] = self._heap.allocate(ONEDNN_KERNEL_BYTES)
+                number_key = (*key, number)
+                self._kernels[number_key] = self._heap.allocate(ONEDNN_KERNEL_BYTES)
             return
         if key not in self._kernels:
             if len(self._kernels) == ONEDNN_CACHE_SIZE:
@@ -361,11 +361,11 @@ class TracedMemory(TorchDispatchMode):
         self._resize(key, storage.nbytes())
 
     def _resize(self, key: int, num_bytes: int) -> None:
-        before = self._sizes[key]
-        if num_bytes == before:
+        old_bytes = self._sizes[key]
+        if num_bytes == old_bytes:
             return
         self._sizes[key] = num_bytes
-        self.live_bytes += num_bytes - before
+        self.live_bytes += num_bytes - old_bytes
         if (block := self._blocks.pop(key, None)) is not None:
             self._heap.free(block)
             self._total_heap_bytes -= self._bytes_in_heap.pop(key, 0)
@@ -385,9 +385,9 @@ class TracedMemory(TorchDispatchMode):
             self._blocks[key] = self._heap.allocate_objects()
 
     def _update_peak(self) -> None:
-        heap = self.live_bytes - self._total_heap_bytes + self._heap.resident_bytes
+        heap_bytes = self.live_bytes - self._total_heap_bytes + self._heap.resident_bytes
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
-        self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
+        self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap_bytes)
 
     def _forget(self, key: int) -> None:
         self._resize(key, 0)
@@ -397,12 +397,12 @@ class TracedMemory(TorchDispatchMode):
 @contextlib.contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object within a ``with`` block."""
-    before = getattr(owner, name)
+    old_value = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, old_value)
 
 
 # -- Scratch memory of torch's variable-length attention in its backward pass, which its fake
@@ -424,8 +424,8 @@ def simulate_attention_scratch() -> Iterator[None]:
     kernel: Any = torch_versions.varlen_attention
 
     @functools.wraps(kernel)
-    def attend(query_SHD: Any, key_NKD: Any, value_NKD: Any, documents: Any, *more: Any) -> Any:
-        out_SHD = kernel(query_SHD, key_NKD, value_NKD, documents, *more)
+    def attend(query_SHD: Any, key_NKD: Any, value_NKD: Any, documents: Any, *options: Any) -> Any:
+        out_SHD = kernel(query_SHD, key_NKD, value_NKD, documents, *options)
         if out_SHD.requires_grad:
             num_bytes = attention_scratch_bytes(
                 query_SHD.shape, key_NKD.shape[:2], len(documents[0]) - 1
@@ -448,11 +448,11 @@ def attention_scratch_bytes(
     """
     tokens, heads, values = shape_SHD
     multiple = 32 if values <= 128 else 64
-    rounded = -(-values // multiple) * multiple
-    sums = 4 * (rounded + 1) * heads * (tokens + DOCUMENT_GAP_ROWS * num_documents)
-    keys, groups = shape_NK
-    each_head = 2 * heads if groups < heads else 0
-    return sums + 2 * values * (tokens * heads + keys * (2 * groups + each_head))
+    padded_values = -(-values // multiple) * multiple
+    sums = 4 * (padded_values + 1) * heads * (tokens + DOCUMENT_GAP_ROWS * num_documents)
+    keys, key_heads = shape_NK
+    extra_heads = 2 * heads if key_heads < heads else 0
+    return sums + 2 * values * (tokens * heads + keys * (2 * key_heads + extra_heads))
 
 
 def _allocate_briefly(num_bytes: int, grad: torch.Tensor) -> None:

@@ -67,8 +67,8 @@ def doctor_lines(
 
 
 def _software_lines(first: RankFacts, size: int) -> list[str]:
-    shown = " ".join(f"{name} {version}" for name, version in first.versions.items())
-    lines = [f"software  {shown}"]
+    packages = " ".join(f"{name} {version}" for name, version in first.versions.items())
+    lines = [f"software  {packages}"]
     mpi = f" and {first.mpi}: both say" if first.mpi else ":"
     lines.append(f"launcher  {first.launcher}{mpi} {format_quantity(size, 'rank')}")
     cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
@@ -84,8 +84,8 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
     if first.compiled is not None:
         ops = ", ".join(first.compiled.ops) or "nothing"
         missing = " and ".join(first.compiled.missing_tools)
-        rest = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
-        lines.append(f"deepspeed {ops} compiled; {rest}")
+        note = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
+        lines.append(f"deepspeed {ops} compiled; {note}")
     return lines
 
 
@@ -104,24 +104,24 @@ def _library_line(library: NcclLibrary) -> str:
 
 def _node_lines(node_ranks: Sequence[RankFacts]) -> list[str]:
     first = node_ranks[0]
-    locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
+    lock_limit = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
     lines = [
         f"node {first.node}    {first.hostname}: {format_quantity(len(node_ranks), 'rank')}; "
         f"host memory {format_bytes(first.host_used_bytes)} of "
         f"{format_bytes(first.host_limit_bytes)} ({first.host_limit_source}); "
         f"/dev/shm {format_bytes(first.shm_free_bytes)} free; "
-        f"lockable {locked}; {first.open_files or 'any number of'} open files"
+        f"lockable {lock_limit}; {first.open_files or 'any number of'} open files"
     ]
     for rank in node_ranks:
         numa = ",".join(map(str, rank.numa_nodes)) or "?"
         device = rank.device
         if rank.device_bytes:
-            near = "?" if rank.device_numa is None else rank.device_numa
-            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
-        given = f" of {_format_cpus(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
+            gpu_numa = "?" if rank.device_numa is None else rank.device_numa
+            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {gpu_numa})"
+        all_cpus = f" of {_format_cpus(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
         lines.append(
             f"  rank {rank.rank:<4} {device}; CPUs "
-            f"{_format_cpus(rank.taken or rank.cpus)}{given} "
+            f"{_format_cpus(rank.taken or rank.cpus)}{all_cpus} "
             f"(NUMA {numa}), {format_quantity(rank.threads, 'thread')}"
         )
         if rank.products is not None:
@@ -142,21 +142,21 @@ def _matmul_text(result: MatmulResult) -> str:
     text += f"the slowest matmul {ratio:.2f} x the median time"
     if result.is_wrong:
         text += ", WRONG results"
-    told = describe_gpu_state(result)
-    return f"{text}; {told}" if told else text
+    state = describe_gpu_state(result)
+    return f"{text}; {state}" if state else text
 
 
 def _topology_lines(topology: Topology) -> list[str]:
     lines = []
     for path in sorted(set(topology.paths.values())):
-        pairs = [pair for pair, its in topology.paths.items() if its == path]
-        which = "all pairs" if len(pairs) == len(topology.paths) else ", ".join(pairs)
-        lines.append(f"  GPUs      {path}: {which}")
+        pairs = [pair for pair, pair_path in topology.paths.items() if pair_path == path]
+        pair_names = "all pairs" if len(pairs) == len(topology.paths) else ", ".join(pairs)
+        lines.append(f"  GPUs      {path}: {pair_names}")
     for card in topology.cards:
         facts = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
-        near = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
+        gpus = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
         kind = f" ({card.kind})" if card.kind != "InfiniBand" else ""
-        lines.append(f"  network   {card.name}{kind}: {', '.join(filter(None, [*facts, near]))}")
+        lines.append(f"  network   {card.name}{kind}: {', '.join(filter(None, [*facts, gpus]))}")
     return lines
 
 
@@ -165,21 +165,21 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
     kinds: dict[str, list[Link]] = {}
     for pair in links.pairs:
         kinds.setdefault(_link_kind(ranks, pair), []).append(pair)
-    for kind, alike in sorted(kinds.items(), reverse=True):
-        latency = statistics.median(pair.latency_s for pair in alike)
-        rates = [pair.bytes_per_s for pair in alike]
-        slowest = f" (slowest {format_rate(min(rates))})" if len(alike) > 1 else ""
+    for kind, pairs in sorted(kinds.items(), reverse=True):
+        latency = statistics.median(pair.latency_s for pair in pairs)
+        rates = [pair.bytes_per_s for pair in pairs]
+        slowest = f" (slowest {format_rate(min(rates))})" if len(pairs) > 1 else ""
         lines.append(
-            f"links     {kind}, {format_quantity(len(alike), 'pair')}: "
+            f"links     {kind}, {format_quantity(len(pairs), 'pair')}: "
             f"{format_rate(statistics.median(rates))}"
             f"{slowest}, {latency * 1e6:.0f} us"
         )
     for collective in links.collectives:
-        took = f"{collective.seconds * 1e3:.2f} ms"
+        time_text = f"{collective.seconds * 1e3:.2f} ms"
         if collective.num_bytes > _MAX_LATENCY_BOUND_BYTES:
-            took += f", bus {format_rate(collective.bytes_per_s)}"
+            time_text += f", bus {format_rate(collective.bytes_per_s)}"
         size = format_bytes(collective.num_bytes)
-        lines.append(f"links     {collective.name} of {size}: {took}")
+        lines.append(f"links     {collective.name} of {size}: {time_text}")
     if links.skipped:
         lines.append(
             f"links     {format_quantity(links.skipped, 'pair')} not measured: out of time "
@@ -240,10 +240,10 @@ def run_doctor(
         if links_s is None:
             links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
         links = measure_links(comm, links_s)
-        products = measure_matmuls(comm, products_s)
+        matmuls = measure_matmuls(comm, products_s)
         # After the first communicator: NCCL loads its plugin, if any, when it creates one.
         facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
-        ranks = comm.gather(replace(facts, products=products))
+        ranks = comm.gather(replace(facts, products=matmuls))
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if prints_json:
@@ -253,8 +253,8 @@ def run_doctor(
             print("\n".join(doctor_lines(ranks, links, findings, uses_colors)))
         sys.stdout.flush()
     shutdown(comm)
-    broken = any(finding.level == "error" for finding in findings)
-    return EXIT_FAILED if broken else EXIT_DONE
+    has_errors = any(finding.level == "error" for finding in findings)
+    return EXIT_FAILED if has_errors else EXIT_DONE
 
 
 @contextmanager
@@ -283,9 +283,9 @@ def is_stdout_terminal(launcher: str) -> bool:
     if not sys.stdout.isatty() or launcher != OPENMPI_NAME:
         return sys.stdout.isatty()
     try:
-        own = os.readlink("/proc/self/fd/1")
+        own_output = os.readlink("/proc/self/fd/1")
         outputs = (os.readlink(f"/proc/{pid}/fd/1") for pid, _ in list_ancestors())
-        visible = next((output for output in outputs if output != own), "")
+        visible = next((output for output in outputs if output != own_output), "")
     except OSError:
         return False
     return visible.startswith(("/dev/pts/", "/dev/tty"))

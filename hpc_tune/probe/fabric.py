@@ -42,7 +42,7 @@ _SLINGSHOT_AMD_VARIABLES = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
 PLUGIN_NETWORKS = ("Slingshot", "EFA")
 _LL128_MIN_VERSION = (2, 27)  # from this version on, NCCL's tuning chooses LL128 over Slingshot
 FABRIC_VARIABLE_NAMES = (
-    *(one.name for one in (*_SLINGSHOT_VARIABLES, *_SLINGSHOT_AMD_VARIABLES)),
+    *(variable.name for variable in (*_SLINGSHOT_VARIABLES, *_SLINGSHOT_AMD_VARIABLES)),
     "NCCL_PROTO",
 )
 
@@ -57,9 +57,9 @@ def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: s
     if kind is None or plugin:
         return None
     names = socket_names.removeprefix("=").split(",")
-    over = ", ".join(filter(None, names)) or "any interface"
+    interfaces = ", ".join(filter(None, names)) or "any interface"
     text = (
-        f"{library} sends by TCP between the nodes, over {over}: "
+        f"{library} sends by TCP between the nodes, over {interfaces}: "
         f"{kind} needs its network plugin (aws-ofi-nccl), and none is loaded. Load the site's "
         "module before the ranks start, and bind it into a container (doctor says more)"
     )
@@ -78,9 +78,12 @@ def find_deviating_variables(
     if kind != "Slingshot":
         return []
     return [
-        one
-        for one in (*_SLINGSHOT_VARIABLES, *(_SLINGSHOT_AMD_VARIABLES if library == "RCCL" else ()))
-        if settings.get(one.name) not in (one.value, *one.equivalent_values)
+        variable
+        for variable in (
+            *_SLINGSHOT_VARIABLES,
+            *(_SLINGSHOT_AMD_VARIABLES if library == "RCCL" else ()),
+        )
+        if settings.get(variable.name) not in (variable.value, *variable.equivalent_values)
     ]
 
 
@@ -93,13 +96,13 @@ def find_harmful_settings(
     """
     if kind != "Slingshot":
         return []
-    found = []
+    problems = []
     if (
         library == "NCCL"
         and parse_release(version) >= _LL128_MIN_VERSION
         and _allows_ll128(settings)
     ):
-        found.append(
+        problems.append(
             (
                 True,
                 f"NCCL {version} sends by the protocol LL128 over Slingshot, and values can arrive "
@@ -108,21 +111,21 @@ def find_harmful_settings(
             )
         )
     if settings.get("FI_MR_CACHE_MONITOR") == "memhooks":
-        found.append(
+        problems.append(
             (
                 False,
                 "FI_MR_CACHE_MONITOR=memhooks misses memory that is freed, so that runs hang; "
                 "export FI_MR_CACHE_MONITOR=userfaultfd, or kdreg2",
             )
         )
-    return found
+    return problems
 
 
 def _allows_ll128(settings: Mapping[str, str]) -> bool:
     """Return whether NCCL may choose LL128: NCCL_PROTO lists protocols to use, or to avoid (^)."""
     protocols = settings.get("NCCL_PROTO", "").upper()
-    listed = "LL128" in protocols.removeprefix("^").split(",")
-    return not protocols or listed != protocols.startswith("^")
+    is_listed = "LL128" in protocols.removeprefix("^").split(",")
+    return not protocols or is_listed != protocols.startswith("^")
 
 
 # -- Which NCCL, or RCCL, this process has loaded, and what carries its messages between nodes.
@@ -175,17 +178,19 @@ def read_nccl(
     ``built``: the version that torch was compiled with; ``root``: the root of the file system to
     read; ``version_reader``: returns the version of a library, by default the one it reports.
     """
-    loaded = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
-    libraries = tuple(path for path in loaded if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name))
-    found = [*loaded, *_findable_libraries(environ, root)]
+    loaded_files = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
+    libraries = tuple(
+        path for path in loaded_files if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name)
+    )
+    paths = [*loaded_files, *_findable_libraries(environ, root)]
     return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",
         version=((version_reader or read_nccl_version)(libraries[0]) if libraries else "") or built,
         built=built,
         libraries=libraries,
-        plugin=_first_match(_NCCL_PLUGIN_NAME, loaded),
-        plugin_file=_first_match(_plugin_pattern(environ.get("NCCL_NET_PLUGIN", "")), found),
-        libfabric=_first_match(_LIBFABRIC_NAME, found),
+        plugin=_first_match(_NCCL_PLUGIN_NAME, loaded_files),
+        plugin_file=_first_match(_plugin_pattern(environ.get("NCCL_NET_PLUGIN", "")), paths),
+        libfabric=_first_match(_LIBFABRIC_NAME, paths),
         settings={name: environ[name] for name in NETWORK_VARIABLES if environ.get(name)},
     )
 
@@ -194,16 +199,16 @@ def read_nccl_version(library: str) -> str:
     """Return the version that a loaded library reports; torch reports that of its headers."""
     number = ctypes.c_int()
     try:
-        failed = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
+        status = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
         return ""
-    return "" if failed else format_nccl_version(number.value)
+    return "" if status else format_nccl_version(number.value)
 
 
 def format_nccl_version(number: int) -> str:
     """Format NCCL's version number: 22705 is 2.27.5; before 2.9, 2804 was 2.8.4 (pure)."""
-    major, rest = divmod(number, 10000 if number >= 10000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, remainder = divmod(number, 10000 if number >= 10000 else 1000)
+    return f"{major}.{remainder // 100}.{remainder % 100}"
 
 
 def _plugin_pattern(plugin: str) -> re.Pattern[str]:

@@ -119,9 +119,9 @@ def collect_facts(
     clock_s = time.time()
     world, limit = comm.world, find_host_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    name, uuid, device_bytes, place = _describe_device(comm)
+    name, uuid, device_bytes, address = _describe_device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
-    taken = tuple(sorted(os.sched_getaffinity(0)))
+    own_cpus = tuple(sorted(os.sched_getaffinity(0)))
     library = find_nccl() if on_gpu else None
     return RankFacts(
         rank=world.rank,
@@ -131,13 +131,13 @@ def collect_facts(
         launcher=world.launcher,
         cpus=cores.given_cpus,
         num_reachable=cores.num_reachable,
-        numa_nodes=tuple(sorted({n for cpu in taken if (n := _cpu_numa_node(cpu)) is not None})),
+        numa_nodes=tuple(sorted({n for cpu in own_cpus if (n := _cpu_numa_node(cpu)) is not None})),
         threads=comm.threads,
         device_wanted=device_wanted,
         device=name,
         device_uuid=uuid,
         device_bytes=device_bytes,
-        device_numa=read_numa_node(pci_device_path(SYS, place)) if on_gpu else None,
+        device_numa=read_numa_node(pci_device_path(SYS, address)) if on_gpu else None,
         versions=software.package_versions(),
         mpi=software.mpi_library(),
         cuda=torch.version.cuda or "",
@@ -152,13 +152,13 @@ def collect_facts(
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         topology=read_topology() if is_first else None,
         folders=tuple(measure_folder(*item) for item in folders.items()) if is_first else (),
-        taken=taken,
+        taken=own_cpus,
         rocm=torch.version.hip or "",
         library=library if is_first else None,
         clock_s=clock_s,
         unused=None if on_gpu or device_wanted != "auto" else explain_unused_gpus(world.hostname),
         hidden=hidden_torch_warning(),
-        device_place=place,
+        device_place=address,
         lacks_attention=_missing_attention_package(comm),
     )
 
@@ -195,10 +195,10 @@ def _describe_device(comm: Comm) -> tuple[str, str, int, str]:
 
 def _missing_attention_package(comm: Comm) -> str:
     architecture = find_architecture(comm.device)
-    known = architecture.flash_attention_versions if architecture else ()
-    if not known or any(is_installed(FLASH_ATTENTION_PACKAGES[name][0]) for name in known):
+    versions = architecture.flash_attention_versions if architecture else ()
+    if not versions or any(is_installed(FLASH_ATTENTION_PACKAGES[name][0]) for name in versions):
         return ""
-    return FLASH_ATTENTION_PACKAGES[known[0]][1]
+    return FLASH_ATTENTION_PACKAGES[versions[0]][1]
 
 
 def find_nccl() -> NcclLibrary:
@@ -206,15 +206,15 @@ def find_nccl() -> NcclLibrary:
     import torch
 
     try:
-        built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        built_version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     except (AttributeError, RuntimeError):  # a torch without NCCL
-        built = ""
-    return read_nccl(built, is_rocm=torch.version.hip is not None)
+        built_version = ""
+    return read_nccl(built_version, is_rocm=torch.version.hip is not None)
 
 
 def _lockable_bytes() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
 def _cpu_numa_node(cpu: int) -> int | None:

@@ -70,40 +70,43 @@ def _check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         for rank, packages in zip(ranks, versions, strict=True):
             hosts[packages.get(package) or "none"].add(rank.hostname)
         if len(hosts) > 1:
-            shown = "; ".join(
-                f"{version} on {_join_names(on)}" for version, on in sorted(hosts.items())
+            summary = "; ".join(
+                f"{version} on {_join_names(names)}" for version, names in sorted(hosts.items())
             )
             level: Literal["error", "warning"] = (
                 "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
-            yield Finding(level, f"{package} differs: {shown}. Use one environment for all nodes")
+            yield Finding(level, f"{package} differs: {summary}. Use one environment for all nodes")
     for text in dict.fromkeys(rank.hidden for rank in ranks if rank.hidden):
-        on = _join_names(
-            [here[0].hostname for here in _group_by_node(ranks) if here[0].hidden == text]
+        names = _join_names(
+            [group[0].hostname for group in _group_by_node(ranks) if group[0].hidden == text]
         )
-        yield Finding("warning", f"{on}: {text}")
-    for here in _group_by_node(ranks):
-        compiled = here[0].compiled
-        if compiled is not None and not compiled.ops and compiled.missing_tools:
+        yield Finding("warning", f"{names}: {text}")
+    for group in _group_by_node(ranks):
+        built_ops = group[0].compiled
+        if built_ops is not None and not built_ops.ops and built_ops.missing_tools:
             yield Finding(
                 "warning",
-                f"{here[0].hostname}: deepspeed has no compiled ops, and there is no "
-                f"{' and no '.join(compiled.missing_tools)} to compile them at their first use; "
+                f"{group[0].hostname}: deepspeed has no compiled ops, and there is no "
+                f"{' and no '.join(built_ops.missing_tools)} to compile them at their first use; "
                 "parallel.zero_stage with offload needs them",
             )
 
 
 def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _group_by_node(ranks):
-        first, topology = here[0], here[0].topology
+    for group in _group_by_node(ranks):
+        first, topology = group[0], group[0].topology
         gpus = topology.gpus if topology else ()
         if first.unused is not None:
             yield Finding("error" if first.unused.is_error else "warning", first.unused.text)
-        most = max((gpu.nvlinks for gpu in gpus), default=0)
-        weak = [f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
+        max_links = max((gpu.nvlinks for gpu in gpus), default=0)
+        weak = [
+            f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < max_links
+        ]
         if weak:
             yield Finding(
-                "warning", f"{first.hostname}: {_join_names(weak)} of {most} {gpus[0].link}s up"
+                "warning",
+                f"{first.hostname}: {_join_names(weak)} of {max_links} {gpus[0].link}s up",
             )
 
 
@@ -122,42 +125,48 @@ def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield ranks whose matmuls fail, are wrong, or are slower than those of the same model."""
-    alike: dict[tuple[str, str], list[float]] = defaultdict(list)
-    shared = [here[0].node for here in _group_by_node(ranks) if _do_ranks_share_cores(here)]
-    told = [(rank, rank.products) for rank in ranks if rank.products is not None]
-    for rank, result in told:
-        if result.flops_per_s and (rank.device_bytes or rank.node not in shared):
-            alike[result.model, result.dtype].append(result.flops_per_s)
-    for rank, result in told:
-        who = f"{rank.hostname}: {_describe_processor(ranks, rank)}"
-        leave = (
+    model_rates: dict[tuple[str, str], list[float]] = defaultdict(list)
+    shared_nodes = [
+        group[0].node for group in _group_by_node(ranks) if _do_ranks_share_cores(group)
+    ]
+    results = [(rank, rank.products) for rank in ranks if rank.products is not None]
+    for rank, result in results:
+        if result.flops_per_s and (rank.device_bytes or rank.node not in shared_nodes):
+            model_rates[result.model, result.dtype].append(result.flops_per_s)
+    for rank, result in results:
+        name = f"{rank.hostname}: {_describe_processor(ranks, rank)}"
+        advice = (
             f"Leave {rank.hostname} out of the job (in Slurm --exclude) and report it to the site"
         )
         if result.error:
-            yield Finding("error", f"{who} cannot multiply matrices: {result.error}")
+            yield Finding("error", f"{name} cannot multiply matrices: {result.error}")
             continue
         if result.is_wrong:
             yield Finding(
-                "error", f"{who} computes wrongly: {_describe_wrong_products(result)}. {leave}"
+                "error", f"{name} computes wrongly: {_describe_wrong_products(result)}. {advice}"
             )
-        rates = alike.get((result.model, result.dtype), [])
+        rates = model_rates.get((result.model, result.dtype), [])
         usual = median_high(rates or [0.0])
-        least = _SLOW_GPU_SHARE if rank.device_bytes else _SLOW_CPU_SHARE
-        if rank.node in shared and not rank.device_bytes or result.flops_per_s >= least * usual:
+        min_share = _SLOW_GPU_SHARE if rank.device_bytes else _SLOW_CPU_SHARE
+        if (
+            rank.node in shared_nodes
+            and not rank.device_bytes
+            or result.flops_per_s >= min_share * usual
+        ):
             continue
         state = describe_gpu_state(result)
         yield Finding(
             "warning",
-            f"{who} multiplies matrices at {format_flops(result.flops_per_s)} in {result.dtype}, "
+            f"{name} multiplies matrices at {format_flops(result.flops_per_s)} in {result.dtype}, "
             f"{1 - result.flops_per_s / usual:.0%} below the median of all {len(rates)} of its "
             f"model, {format_flops(usual)}{f' ({state})' if state else ''}: all ranks wait for the "
-            f"slowest. {leave}",
+            f"slowest. {advice}",
         )
 
 
-def _do_ranks_share_cores(here: Sequence[RankFacts]) -> bool:
+def _do_ranks_share_cores(node_ranks: Sequence[RankFacts]) -> bool:
     """Whether ranks of a node compute on the same cores, which is a separate finding."""
-    cpus = [cpu for rank in here for cpu in rank.taken or rank.cpus]
+    cpus = [cpu for rank in node_ranks for cpu in rank.taken or rank.cpus]
     return len(cpus) != len(set(cpus))
 
 
@@ -168,8 +177,8 @@ def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     topology = next((r.topology for r in ranks if r.node == rank.node and r.topology), None)
     uuids = [gpu.uuid for gpu in topology.gpus] if topology else []
     number = f"GPU {uuids.index(rank.device_uuid)}" if rank.device_uuid in uuids else "the GPU"
-    where = [rank.device, rank.device_place, rank.device_uuid]
-    return f"{number} of rank {rank.rank} ({', '.join(filter(None, where))})"
+    ids = [rank.device, rank.device_place, rank.device_uuid]
+    return f"{number} of rank {rank.rank} ({', '.join(filter(None, ids))})"
 
 
 def _describe_wrong_products(result: MatmulResult) -> str:
@@ -192,9 +201,9 @@ def _check_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
     ]
     for name in dict.fromkeys(card.name for _, card in cards):
-        alike = [(host, card) for host, card in cards if card.name == name]
-        usual, count = Counter((card.state, card.rate) for _, card in alike).most_common(1)[0]
-        for host, card in alike:
+        peers = [(host, card) for host, card in cards if card.name == name]
+        usual, count = Counter((card.state, card.rate) for _, card in peers).most_common(1)[0]
+        for host, card in peers:
             if (card.state, card.rate) != usual and count > 1:
                 yield Finding(
                     "warning",
@@ -204,26 +213,26 @@ def _check_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _group_by_node(ranks):
-        host, reachable = here[0].hostname, here[0].num_reachable
-        together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
-        pinned_to = format_quantity(len(together), "CPU")
+    for group in _group_by_node(ranks):
+        host, reachable = group[0].hostname, group[0].num_reachable
+        all_cpus, share = {cpu for rank in group for cpu in rank.cpus}, reachable // len(group)
+        pinned_to = format_quantity(len(all_cpus), "CPU")
         fix = "start with mpirun --bind-to none, or srun --cpus-per-task"
-        if len(here) > 1 and len(together) < min(len(here), reachable):
+        if len(group) > 1 and len(all_cpus) < min(len(group), reachable):
             yield Finding(
                 "warning",
-                f"the launcher pinned all {len(here)} ranks of {host} to {pinned_to} of "
+                f"the launcher pinned all {len(group)} ranks of {host} to {pinned_to} of "
                 f"{reachable}: {fix}",
             )
-        elif reachable < len(here):
+        elif reachable < len(group):
             yield Finding(
-                "warning", f"{host}: {len(here)} ranks share {format_quantity(reachable, 'CPU')}"
+                "warning", f"{host}: {len(group)} ranks share {format_quantity(reachable, 'CPU')}"
             )
-        elif len(here) > 1 and 2 * len(together) // len(here) < fair:
+        elif len(group) > 1 and 2 * len(all_cpus) // len(group) < share:
             yield Finding(
                 "warning", f"the ranks of {host} have {pinned_to} of {reachable} together: {fix}"
             )
-        for rank in here:
+        for rank in group:
             numa = rank.device_numa
             if numa is not None and rank.numa_nodes and numa not in rank.numa_nodes:
                 yield Finding(
@@ -235,14 +244,14 @@ def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _check_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     num_nodes, files = len(_group_by_node(ranks)), files_needed(len(ranks))
-    for here in _group_by_node(ranks):
-        host, first = here[0].hostname, here[0]
+    for group in _group_by_node(ranks):
+        host, first = group[0].hostname, group[0]
         has_cards = bool(first.topology and first.topology.cards)
-        needs = RDMA_LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
-        if first.memlock_bytes is not None and first.memlock_bytes < needs:
-            breaks = has_cards and num_nodes > 1
+        min_bytes = RDMA_LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
+        if first.memlock_bytes is not None and first.memlock_bytes < min_bytes:
+            is_fatal = has_cards and num_nodes > 1
             yield Finding(
-                "error" if breaks else "warning",
+                "error" if is_fatal else "warning",
                 f"{host}: a process may lock {format_bytes(first.memlock_bytes)} of memory (ulimit "
                 "-l); RDMA and pinned memory need it unlimited. In Slurm: "
                 "PropagateResourceLimitsExcept=MEMLOCK, or ask the administrators",
@@ -254,41 +263,41 @@ def _check_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"about {files}; runs raise the soft limit to the hard one, and that is too low: "
                 f"ulimit -Hn {max(files, 4096)} before the launcher, or ask the administrators",
             )
-        if first.shm_free_bytes < SHM_BYTES_PER_RANK * len(here):
+        if first.shm_free_bytes < SHM_BYTES_PER_RANK * len(group):
             yield Finding(
                 "error",
                 f"{host}: /dev/shm has {format_bytes(first.shm_free_bytes)} of "
-                f"{format_bytes(first.shm_bytes)} free, {len(here)} ranks need "
-                f"{format_bytes(SHM_BYTES_PER_RANK * len(here))}: remove what earlier jobs left "
+                f"{format_bytes(first.shm_bytes)} free, {len(group)} ranks need "
+                f"{format_bytes(SHM_BYTES_PER_RANK * len(group))}: remove what earlier jobs left "
                 "there, or give the container more (--shm-size)",
             )
 
 
 def _check_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _group_by_node(ranks):
-        first = here[0]
-        least, had = MIN_RANK_BYTES * len(here), first.host_limit_bytes
-        if had < least:
+    for group in _group_by_node(ranks):
+        first = group[0]
+        min_bytes, had = MIN_RANK_BYTES * len(group), first.host_limit_bytes
+        if had < min_bytes:
             yield Finding(
                 "warning",
                 f"{first.hostname}: {format_bytes(had)} of host memory ({first.host_limit_source}) "
-                f"for {len(here)} ranks; their libraries alone take about half a GB each",
+                f"for {len(group)} ranks; their libraries alone take about half a GB each",
             )
 
 
 def _check_folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for rank in ranks:
         for folder in rank.folders:
-            where = f"{folder.role} {folder.path} on {rank.hostname}"
+            label = f"{folder.role} {folder.path} on {rank.hostname}"
             if folder.error:
-                yield Finding("error", f"{where} cannot be written: {folder.error}")
+                yield Finding("error", f"{label} cannot be written: {folder.error}")
             elif folder.free_bytes < MIN_FREE_DISK_BYTES:
                 yield Finding(
-                    "warning", f"{where} has {format_bytes(folder.free_bytes)} left on its disk"
+                    "warning", f"{label} has {format_bytes(folder.free_bytes)} left on its disk"
                 )
             elif folder.bytes_per_s < _SLOW_DISK_BYTES_PER_S:
                 yield Finding(
-                    "warning", f"{where} is slow: {format_rate(folder.bytes_per_s)} written"
+                    "warning", f"{label} is slow: {format_rate(folder.bytes_per_s)} written"
                 )
 
 
@@ -310,22 +319,22 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"{', '.join(files)}: functions that it lacks fail when called. Take it out of "
                 "LD_PRELOAD and LD_LIBRARY_PATH, or load the site's newer one"
             ].append(rank.hostname)
-    for text, on in hosts.items():
-        yield Finding("warning", f"{_join_names(on)}: {text}")
+    for text, names in hosts.items():
+        yield Finding("warning", f"{_join_names(names)}: {text}")
 
 
 def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    clocks = [(here[0].hostname, here[0].clock_s) for here in _group_by_node(ranks)]
-    told = [(host, clock_s) for host, clock_s in clocks if clock_s is not None]
-    usual_s = median_low([clock_s for _, clock_s in told]) if told else 0.0
-    others = "the other node's" if len(told) == 2 else "the others'"
-    for host, clock_s in told:
-        apart_s = clock_s - usual_s
-        if abs(apart_s) > _MAX_CLOCK_OFFSET_S:
+    clocks = [(group[0].hostname, group[0].clock_s) for group in _group_by_node(ranks)]
+    known_clocks = [(host, clock_s) for host, clock_s in clocks if clock_s is not None]
+    median_s = median_low([clock_s for _, clock_s in known_clocks]) if known_clocks else 0.0
+    peers = "the other node's" if len(known_clocks) == 2 else "the others'"
+    for host, clock_s in known_clocks:
+        offset_s = clock_s - median_s
+        if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
             yield Finding(
                 "warning",
-                f"{host}: its clock is {format_seconds(abs(apart_s))} "
-                f"{'ahead of' if apart_s > 0 else 'behind'} {others}: the job's end is read from "
+                f"{host}: its clock is {format_seconds(abs(offset_s))} "
+                f"{'ahead of' if offset_s > 0 else 'behind'} {peers}: the job's end is read from "
                 "rank 0's clock. Synchronize the nodes' clocks (chronyc tracking, timedatectl)",
             )
 
@@ -354,15 +363,15 @@ def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
     """Yield why messages between nodes go by TCP although there is a faster network."""
-    across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
+    rates = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
     if len(_group_by_node(ranks)) == 1 or not ranks[0].nccl:
         return
     name, kind, gbits = _fastest_card(ranks)
     reason = _describe_missing_plugin(ranks)
-    if across and 8 * max(across) < gbits * 1e9 / _TCP_RATE_DIVISOR:
+    if rates and 8 * max(rates) < gbits * 1e9 / _TCP_RATE_DIVISOR:
         yield Finding(
             "warning",
-            f"across nodes {format_rate(max(across))}, where {kind} {name} is {gbits:g} Gb/s "
+            f"across nodes {format_rate(max(rates))}, where {kind} {name} is {gbits:g} Gb/s "
             f"({format_rate(gbits * 1e9 / 8)}): {reason or _slow_network_reason(ranks, kind)}",
         )
     elif reason:
@@ -383,15 +392,17 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             kind, library.name, library.version, library.settings
         ):
             hosts[harm].append(rank.hostname)
-        if unlike := fabric.find_deviating_variables(kind, library.name, library.settings):
+        if variables := fabric.find_deviating_variables(kind, library.name, library.settings):
             settings = library.settings
-            here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]
-            text = f"{kind} sites set variables that are {'different' if here else 'unset'} here"
-            text += f" ({', '.join(here)})" if here else ""
-            text += f": export {' '.join(f'{one.name}={one.value}' for one in unlike)}"
+            values = [
+                f"{var.name}={settings[var.name]}" for var in variables if var.name in settings
+            ]
+            text = f"{kind} sites set variables that are {'different' if values else 'unset'} here"
+            text += f" ({', '.join(values)})" if values else ""
+            text += f": export {' '.join(f'{var.name}={var.value}' for var in variables)}"
             hosts[False, text].append(rank.hostname)
-    for (is_sure, text), on in hosts.items():
-        yield Finding("error" if is_sure else "warning", f"{_join_names(on)}: {text}")
+    for (is_sure, text), names in hosts.items():
+        yield Finding("error" if is_sure else "warning", f"{_join_names(names)}: {text}")
 
 
 def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
@@ -408,10 +419,10 @@ def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
         if card.state in ("", "ACTIVE") and re.match(r"[0-9.]+ ", card.rate)
     ]
     if cards:
-        gbits, card = max(cards, key=lambda one: one[0])
+        gbits, card = max(cards, key=lambda pair: pair[0])
         return card.name, card.kind, gbits
-    used = ranks[0].library.settings.get("NCCL_SOCKET_IFNAME", "") if ranks[0].library else ""
-    name = used.removeprefix("=")
+    setting = ranks[0].library.settings.get("NCCL_SOCKET_IFNAME", "") if ranks[0].library else ""
+    name = setting.removeprefix("=")
     return name, "Ethernet", first.ethernet.get(name, 0) / 1000 if first else 0.0
 
 
@@ -429,18 +440,18 @@ def _describe_missing_plugin(ranks: Sequence[RankFacts]) -> str:
     _, kind, library = lacking[0]
     hosts = _join_names([host for host, _, _ in lacking])
     text = f"{library.name} has no network plugin on {hosts} and sends by TCP over {kind}. "
-    if off := _disabling_setting(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
-        return f"{text}{off} switches it off: unset it"
+    if setting := _disabling_setting(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
+        return f"{text}{setting} switches it off: unset it"
     if library.plugin_file:
-        fabric = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
+        note = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
         return (
-            f"{text}It did not load {library.plugin_file}{fabric}: NCCL_DEBUG=INFO says why; a "
+            f"{text}It did not load {library.plugin_file}{note}: NCCL_DEBUG=INFO says why; a "
             "plugin is built for CUDA or for ROCm, and for a range of versions"
         )
     plugin = "aws-ofi-rccl" if library.name == "RCCL" else "aws-ofi-nccl"
-    named = f"lib{library.name.lower()}-net.so"
+    file = f"lib{library.name.lower()}-net.so"
     return (
-        f"{text}Load the site's module of {plugin}, so that {named} is in LD_LIBRARY_PATH, with "
+        f"{text}Load the site's module of {plugin}, so that {file} is in LD_LIBRARY_PATH, with "
         "libfabric; bind both into a container"
     )
 
@@ -452,8 +463,8 @@ def _slow_network_reason(ranks: Sequence[RankFacts], kind: str) -> str:
             "one TCP connection does not fill a fast Ethernet; NCCL_SOCKET_NTHREADS=4 and "
             "NCCL_NSOCKS_PERTHREAD=4 use more"
         )
-    if library is not None and (off := _disabling_setting(library, *_DISABLING_VALUES)):
-        return f"{off} sends by TCP: unset it"
+    if library is not None and (setting := _disabling_setting(library, *_DISABLING_VALUES)):
+        return f"{setting} sends by TCP: unset it"
     return (
         "NCCL has probably fallen back to TCP. NCCL_DEBUG=INFO says which network it uses and why; "
         "look at NCCL_IB_HCA, at the limit of locked memory, whether a container has "
@@ -462,9 +473,9 @@ def _slow_network_reason(ranks: Sequence[RankFacts], kind: str) -> str:
 
 
 def _disabling_setting(library: NcclLibrary, *names: str) -> str:
-    given = [(name, library.settings.get(name, "")) for name in names]
+    pairs = [(name, library.settings.get(name, "")) for name in names]
     return next(
-        (f"{name}={value}" for name, value in given if value.lower() == _DISABLING_VALUES[name]), ""
+        (f"{name}={value}" for name, value in pairs if value.lower() == _DISABLING_VALUES[name]), ""
     )
 
 

@@ -82,9 +82,9 @@ def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState
 
 
 def _read_driver(nvml: Any, handle: Any) -> GpuState:
-    def query(ask: Callable[..., Any], *about: Any, unit: float = 1.0) -> float | None:
+    def query(getter: Callable[..., Any], *arguments: Any, unit: float = 1.0) -> float | None:
         try:
-            return float(ask(handle, *about)) / unit
+            return float(getter(handle, *arguments)) / unit
         except nvml.NVMLError:
             return None
 
@@ -143,10 +143,12 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
     handle = amdsmi.amdsmi_get_processor_handle_from_bdf(address)
 
     def joules() -> float:
-        told = amdsmi.amdsmi_get_energy_count(handle)
+        reading = amdsmi.amdsmi_get_energy_count(handle)
         # ROCm 6.3 and older name this field "power".
-        count = told["energy_accumulator"] if "energy_accumulator" in told else told["power"]
-        return float(count) * float(told["counter_resolution"]) / 1e6
+        count = (
+            reading["energy_accumulator"] if "energy_accumulator" in reading else reading["power"]
+        )
+        return float(count) * float(reading["counter_resolution"]) / 1e6
 
     joules()
     return joules
@@ -283,11 +285,11 @@ class EnergyMeter:
 
     def _part_energy(self, part: str) -> PartEnergy:
         totals = [total for total in self._counter_totals if total.counter.part == part]
-        known = [total.joules for total in totals if not total.reason]
+        joules = [total.joules for total in totals if not total.reason]
         reason = next(
             (f"{total.counter.name}: {total.reason}" for total in totals if total.reason), ""
         )
-        return PartEnergy(sum(known), len(known), len(totals), reason)
+        return PartEnergy(sum(joules), len(joules), len(totals), reason)
 
     def _keep_reading(self) -> None:
         while not self._has_ended.wait(READ_COUNTERS_EVERY_S):

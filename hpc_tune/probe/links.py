@@ -94,21 +94,21 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
     if comm.world.size == 1:
         return Links((), ())
     until_s = time.monotonic() + limit_s
-    measured, skipped = [], 0
+    own_links, num_skipped = [], 0
     nodes = [peer.node for peer in comm.roster]
     for round_ in list_pair_rounds(nodes):
         # All ranks skip a round or none does: a rank that is out of time keeps no other waiting.
         if comm.max([time.monotonic() > until_s]) != [0]:
-            skipped += len(round_)
+            num_skipped += len(round_)
             continue
         for pair in round_:
             if comm.world.rank in pair:
                 figures = _measure_pair(comm, pair)
                 if comm.world.rank == pair[0]:
-                    measured.append(Link(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
-    everyones = [pair for pairs in comm.gather(measured) for pair in pairs]
-    pairs = tuple(sorted(everyones, key=lambda pair: pair.ranks))
-    return Links(pairs, (), skipped, _measure_lanes(comm, pairs))
+                    own_links.append(Link(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
+    all_links = [pair for pairs in comm.gather(own_links) for pair in pairs]
+    pairs = tuple(sorted(all_links, key=lambda pair: pair.ranks))
+    return Links(pairs, (), num_skipped, _measure_lanes(comm, pairs))
 
 
 def list_pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -121,20 +121,20 @@ def list_pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
-    within = [
+    pairs_by_node = [
         [(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]] for ranks in ranks_of.values()
     ]
-    for number in range(max(map(len, within))):
-        yield [pairs[number] for pairs in within if number < len(pairs)]
+    for number in range(max(map(len, pairs_by_node))):
+        yield [pairs[number] for pairs in pairs_by_node if number < len(pairs)]
     circle: list[int | None] = [ranks[0] for ranks in ranks_of.values()]
     if len(circle) % 2:
         circle.append(None)
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
-        met = [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
-        if met:
-            yield met
+        round_ = [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
+        if round_:
+            yield round_
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
@@ -147,7 +147,7 @@ def describe_links(links: Links) -> str:
         latency_us = 1e6 * statistics.median(pair.latency_s for pair in alike)
         parts.append(f"{kind} {speed}, {latency_us:.0f} us")
     largest = {c.name: c for c in sorted(links.collectives, key=lambda c: c.num_bytes)}
-    parts += [f"{name} {format_rate(found.bytes_per_s)}" for name, found in largest.items()]
+    parts += [f"{name} {format_rate(timing.bytes_per_s)}" for name, timing in largest.items()]
     return "; ".join(parts)
 
 
@@ -160,18 +160,22 @@ def find_outliers(pairs: Sequence[Link]) -> list[str]:
     lines = []
     for kind in sorted({pair.kind for pair in pairs}):
         alike = [pair for pair in pairs if pair.kind == kind]
-        most = max(pair.bytes_per_s for pair in alike)
-        slow = [pair for pair in alike if pair.bytes_per_s < most / _SLOW_FACTOR]
-        fast, left = f"others up to {format_rate(most)}", slow
+        max_rate = max(pair.bytes_per_s for pair in alike)
+        slow = [pair for pair in alike if pair.bytes_per_s < max_rate / _SLOW_FACTOR]
+        reference, remaining = f"others up to {format_rate(max_rate)}", slow
         for node in sorted({node for pair in slow for node in set(pair.nodes)}):
-            its = [pair for pair in alike if node in pair.nodes]
-            if kind == "across nodes" and len(its) > 1 and all(pair in slow for pair in its):
-                worst = min(pair.bytes_per_s for pair in its)
-                lines.append(f"all links of node {node}: {format_rate(worst)}, {fast}")
-                left = [pair for pair in left if node not in pair.nodes]
-        for pair in left:
+            node_links = [pair for pair in alike if node in pair.nodes]
+            if (
+                kind == "across nodes"
+                and len(node_links) > 1
+                and all(pair in slow for pair in node_links)
+            ):
+                worst = min(pair.bytes_per_s for pair in node_links)
+                lines.append(f"all links of node {node}: {format_rate(worst)}, {reference}")
+                remaining = [pair for pair in remaining if node not in pair.nodes]
+        for pair in remaining:
             ranks = f"ranks {pair.ranks[0]}-{pair.ranks[1]}"
-            lines.append(f"{ranks} ({kind}): {format_rate(pair.bytes_per_s)}, {fast}")
+            lines.append(f"{ranks} ({kind}): {format_rate(pair.bytes_per_s)}, {reference}")
     return lines
 
 
@@ -186,13 +190,15 @@ def format_rate(bytes_per_s: float) -> str:
 def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
     """Measure ``Links.lanes`` between the first two nodes. Collective."""
     first, second = ([p.rank for p in comm.roster if p.node == node] for node in (0, 1))
-    both = list(zip(first, second, strict=False))
-    alone = [pair.bytes_per_s for pair in pairs if both and pair.ranks == both[0]]
-    if len(both) < 2 or not alone:
+    rank_pairs = list(zip(first, second, strict=False))
+    single_rates = [
+        pair.bytes_per_s for pair in pairs if rank_pairs and pair.ranks == rank_pairs[0]
+    ]
+    if len(rank_pairs) < 2 or not single_rates:
         return 1.0
-    own = [_measure_pair(comm, pair)[1] for pair in both if comm.world.rank in pair]
-    rates = comm.gather(own[0] if own else 0.0)
-    return max(1.0, sum(rates[rank] for rank, _ in both) / alone[0])
+    own_rates = [_measure_pair(comm, pair)[1] for pair in rank_pairs if comm.world.rank in pair]
+    rates = comm.gather(own_rates[0] if own_rates else 0.0)
+    return max(1.0, sum(rates[rank] for rank, _ in rank_pairs) / single_rates[0])
 
 
 def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
@@ -204,36 +210,36 @@ def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, floa
     import torch
     import torch.distributed as dist
 
-    first = comm.world.rank == pair[0]
-    other_rank = pair[1] if first else pair[0]
-    bytes_of = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
-    small = bytes_of(SMALL_MESSAGE_BYTES)
-    _round_trip_s(small, other_rank, first, comm)  # NCCL connects at the first message
-    times = [_round_trip_s(small, other_rank, first, comm) for _ in range(_NUM_PINGS)]
+    is_first = comm.world.rank == pair[0]
+    other_rank = pair[1] if is_first else pair[0]
+    make_bytes = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
+    small = make_bytes(SMALL_MESSAGE_BYTES)
+    _round_trip_s(small, other_rank, is_first, comm)  # NCCL connects at the first message
+    times = [_round_trip_s(small, other_rank, is_first, comm) for _ in range(_NUM_PINGS)]
     latency_s = statistics.median(times) / 2
     num_bytes, seconds = FIRST_LARGE_MESSAGE_BYTES, 0.0
     while True:
-        large = bytes_of(num_bytes)
-        _round_trip_s(large, other_rank, first, comm)
-        seconds = min(_round_trip_s(large, other_rank, first, comm) for _ in range(2)) / 2
+        large = make_bytes(num_bytes)
+        _round_trip_s(large, other_rank, is_first, comm)
+        seconds = min(_round_trip_s(large, other_rank, is_first, comm) for _ in range(2)) / 2
         is_last = seconds >= _MIN_LARGE_MESSAGE_S or num_bytes >= MAX_MESSAGE_BYTES
         # Queues fill for a while before data delays the acknowledgments of the other direction.
-        both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
-        agreed = torch.tensor([min(both, MAX_MESSAGE_BYTES)], device=comm.device)
-        dist.send(agreed, other_rank) if first else dist.recv(agreed, other_rank)
-        if both := int(agreed):
+        exchange_bytes = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
+        size_tensor = torch.tensor([min(exchange_bytes, MAX_MESSAGE_BYTES)], device=comm.device)
+        dist.send(size_tensor, other_rank) if is_first else dist.recv(size_tensor, other_rank)
+        if exchange_bytes := int(size_tensor):
             break
         num_bytes *= 4
-    large = bytes_of(both)
-    both_s = statistics.mean(_exchange_s(large, other_rank, comm) for _ in range(2))
-    return latency_s, num_bytes / seconds, both / both_s
+    large = make_bytes(exchange_bytes)
+    exchange_s = statistics.mean(_exchange_s(large, other_rank, comm) for _ in range(2))
+    return latency_s, num_bytes / seconds, exchange_bytes / exchange_s
 
 
-def _round_trip_s(data: "torch.Tensor", other_rank: int, first: bool, comm: Comm) -> float:
+def _round_trip_s(data: "torch.Tensor", other_rank: int, is_first: bool, comm: Comm) -> float:
     import torch.distributed as dist
 
     began_s = time.perf_counter()
-    for step in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+    for step in (dist.send, dist.recv) if is_first else (dist.recv, dist.send):
         step(data, other_rank)
     _synchronize(comm)
     return time.perf_counter() - began_s
@@ -244,9 +250,11 @@ def _exchange_s(data: "torch.Tensor", other_rank: int, comm: Comm) -> float:
     import torch
     import torch.distributed as dist
 
-    ways = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
+    transfers = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
     began_s = time.perf_counter()
-    for work in dist.batch_isend_irecv([dist.P2POp(do, what, other_rank) for do, what in ways]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(op, buffer, other_rank) for op, buffer in transfers]
+    ):
         work.wait()
     _synchronize(comm)
     return time.perf_counter() - began_s
@@ -276,7 +284,7 @@ def _time_collective(name: str, num_values: int, comm: Comm) -> float:
 
     from hpc_tune.torch_versions import all_gather, reduce_scatter
 
-    whole = torch.zeros(num_values, device=comm.device)
+    full_tensor = torch.zeros(num_values, device=comm.device)
     part = torch.zeros(num_values // comm.world.size, device=comm.device)
     times = []
     for _ in range(4):  # the first connects
@@ -284,11 +292,11 @@ def _time_collective(name: str, num_values: int, comm: Comm) -> float:
         began_s = time.perf_counter()
         match name:
             case "all-reduce":
-                dist.all_reduce(whole)
+                dist.all_reduce(full_tensor)
             case "all-gather":
-                all_gather(whole, part)
+                all_gather(full_tensor, part)
             case _:
-                reduce_scatter(part, whole)
+                reduce_scatter(part, full_tensor)
         _synchronize(comm)
         times.append(time.perf_counter() - began_s)
     return comm.max([statistics.median(times[1:])])[0]

@@ -86,8 +86,8 @@ def measure_matmuls(
         _gpu_reader_and_model(comm.device) if uses_gpu else (lambda: None, _cpu_model())
     )
     result, work = MatmulResult(model=model), None
-    who = comm.world.label
-    limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
+    rank_label = comm.world.label
+    limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", rank_label)
     # A CUDA error, such as too little memory, is a finding; the other ranks continue.
     with _limit_cpu_to_one_thread(uses_gpu), time_limit("a matrix multiplication", *limits):
         try:
@@ -126,12 +126,12 @@ class MatmulWork:
 
         self.multiply = multiply or torch.mm
         self.device, self.uses_gpu = device, device.type == "cuda"
-        self.dtype, repeats = _dtype_and_determinism(device)
+        self.dtype, is_deterministic = _dtype_and_determinism(device)
         self.size = _GPU_SIZE if self.uses_gpu else _CPU_SIZE
         options: dict[str, Any] = {"dtype": self.dtype, "device": device}
         self._left, self._right = (torch.randn(self.size, self.size, **options) for _ in range(2))
         self._out = torch.empty_like(self._left)
-        self._first_out = torch.empty_like(self._left) if repeats else None
+        self._first_out = torch.empty_like(self._left) if is_deterministic else None
         self._exact_matrices = exact_matrices(
             _GPU_EXACT_SIZE if self.uses_gpu else _CPU_EXACT_SIZE, **options
         )
@@ -173,8 +173,8 @@ class MatmulWork:
 
     def count_wrong(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""
-        exact, repeated = self._wrong_counts.tolist()
-        return exact, repeated
+        num_wrong, num_differing = self._wrong_counts.tolist()
+        return num_wrong, num_differing
 
     def _compare_output(self) -> None:
         """Compare results; the counts stay on the device, so that the host does not wait here."""
@@ -198,14 +198,14 @@ def time_matmuls(
     work: MatmulWork, seconds: float, read_state: Callable[[], GpuState | None]
 ) -> MatmulResult:
     """Multiply for about ``seconds``, with one batch queued behind the one that is waited for."""
-    idle = read_state()
+    idle_state = read_state()
     until_s = time.monotonic() + seconds
     batches = [work.start_batch(), work.start_batch()]
     while time.monotonic() < until_s:
         work.wait(batches[-2][-1])
         batches.append(work.start_batch())
     work.wait(batches[-2][-1])
-    loaded = read_state()
+    loaded_state = read_state()
     work.wait(batches[-1][-1])
     times_s = [one_s for marks in batches for one_s in work.measure_seconds(marks)]
     num_wrong, num_differing = work.count_wrong()
@@ -219,8 +219,8 @@ def time_matmuls(
         num_checked=len(batches),
         num_wrong=num_wrong,
         num_differing=num_differing,
-        idle=idle,
-        loaded=loaded,
+        idle=idle_state,
+        loaded=loaded_state,
     )
 
 
@@ -235,11 +235,11 @@ def exact_matrices(
     """
     import torch
 
-    chosen = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
-    def integers(most: int, num: int) -> "torch.Tensor":
-        size_of = torch.randint(1, most + 1, (num,), generator=chosen)
-        return size_of * (2 * torch.randint(0, 2, (num,), generator=chosen) - 1)
+    def integers(maximum: int, num: int) -> "torch.Tensor":
+        magnitudes = torch.randint(1, maximum + 1, (num,), generator=generator)
+        return magnitudes * (2 * torch.randint(0, 2, (num,), generator=generator) - 1)
 
     s, t = (integers(15, size // 2).view(-1, 1, 32) for _ in range(2))
     s, t = torch.cat([s, s], 1).flatten(), torch.cat([t, -t], 1).flatten()
@@ -259,21 +259,21 @@ def format_flops(flops_per_s: float) -> str:
 
 def describe_gpu_state(result: MatmulResult) -> str:
     """Describe the GPU's state while it multiplied: clock, temperature, power."""
-    now, before = result.loaded, result.idle
-    if now is None:
+    loaded, idle = result.loaded, result.idle
+    if loaded is None:
         return ""
     parts = []
-    if now.sm_mhz is not None:
-        had = f"{before.sm_mhz:.0f} -> " if before and before.sm_mhz is not None else ""
-        parts.append(f"SM clock {had}{now.sm_mhz:.0f} MHz")
-    if now.celsius is not None:
-        had = f"{before.celsius:.0f} -> " if before and before.celsius is not None else ""
-        parts.append(f"{had}{now.celsius:.0f} C")
-    if now.watts is not None:
-        most = f" of {now.limit_watts:.0f}" if now.limit_watts is not None else ""
-        parts.append(f"{now.watts:.0f}{most} W")
-    if now.held_back:
-        parts.append(f"held back by {' and '.join(now.held_back)}")
+    if loaded.sm_mhz is not None:
+        idle_text = f"{idle.sm_mhz:.0f} -> " if idle and idle.sm_mhz is not None else ""
+        parts.append(f"SM clock {idle_text}{loaded.sm_mhz:.0f} MHz")
+    if loaded.celsius is not None:
+        idle_text = f"{idle.celsius:.0f} -> " if idle and idle.celsius is not None else ""
+        parts.append(f"{idle_text}{loaded.celsius:.0f} C")
+    if loaded.watts is not None:
+        limit_text = f" of {loaded.limit_watts:.0f}" if loaded.limit_watts is not None else ""
+        parts.append(f"{loaded.watts:.0f}{limit_text} W")
+    if loaded.held_back:
+        parts.append(f"held back by {' and '.join(loaded.held_back)}")
     return ", ".join(parts)
 
 

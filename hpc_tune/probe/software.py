@@ -32,11 +32,11 @@ class CompiledOps:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
-    installed = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in REPORTED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def bug_report_lines() -> list[str]:
@@ -50,8 +50,8 @@ def bug_report_lines() -> list[str]:
         facts["commit"] = commit
     facts["platform"] = platform.platform()
     for name, program in (("mpirun", "mpirun"), ("slurm", "srun")):
-        if said := read_output(program, "--version", limit_s=_COMMAND_LIMIT_S).strip():
-            facts[name] = said.splitlines()[0]
+        if output := read_output(program, "--version", limit_s=_COMMAND_LIMIT_S).strip():
+            facts[name] = output.splitlines()[0]
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
         facts["nvidia"] = " ".join(driver.split())
@@ -75,8 +75,8 @@ def _gpu_names(folder: Path) -> Iterator[str]:
 def git_commit(folder: Path | None = None) -> str | None:
     """Return the git commit of a folder (default: working directory); None outside of a clone."""
     command = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    said = read_output("git", "-C", str(folder or "."), *command, limit_s=_COMMAND_LIMIT_S)
-    return said.strip() or None
+    output = read_output("git", "-C", str(folder or "."), *command, limit_s=_COMMAND_LIMIT_S)
+    return output.strip() or None
 
 
 def mpi_library() -> str:
@@ -107,4 +107,4 @@ def find_compiled_deepspeed_ops(uses_gpu: bool) -> CompiledOps | None:
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
     missing = tuple(tool for tool in tools if shutil.which(tool, path=path) is None)
-    return CompiledOps(tuple(sorted(name for name, there in ops.items() if there)), missing)
+    return CompiledOps(tuple(sorted(name for name, is_built in ops.items() if is_built)), missing)

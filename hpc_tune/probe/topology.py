@@ -41,7 +41,7 @@ class AmdGpu:
 def amd_gpus(folder: Path) -> list[AmdGpu]:
     """Return the GPUs in the driver's order, which is that of HIP; ``folder`` is /sys."""
     nodes = folder / "class" / "kfd" / "kfd" / "topology" / "nodes"
-    found = []
+    gpus = []
     for node in sorted(_list_numbered(nodes), key=lambda path: int(path.name)):
         if _read_text(node / "gpu_id") in ("", "0"):
             continue
@@ -52,7 +52,7 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
         linked_nodes = [
             int(link["node_to"]) for link in links if link.get("type") == _XGMI_LINK_TYPE
         ]
-        found.append(
+        gpus.append(
             AmdGpu(
                 node=int(node.name),
                 gfx=_gfx_name(int(facts.get("gfx_target_version", 0))),
@@ -61,7 +61,7 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
                 linked_nodes=tuple(sorted(linked_nodes)),
             )
         )
-    return found
+    return gpus
 
 
 def amd_driver(folder: Path) -> str:
@@ -171,32 +171,32 @@ def read_topology(folder: Path = SYS) -> Topology:
     Without nvidia-ml-py and AMD's GPUs, ``driver_error`` is NO_NVML. ``folder`` is where the kernel
     shows its devices.
     """
-    told = _amd_topology(folder) or _nvidia_topology(folder)
-    devices = [pci_device_path(folder, gpu.place) for gpu in told.gpus]
+    topology = _amd_topology(folder) or _nvidia_topology(folder)
+    devices = [pci_device_path(folder, gpu.place) for gpu in topology.gpus]
     cards = tuple(find_network_cards(folder, devices))
-    return replace(told, cards=cards, ethernet=_ethernet_speeds_mbps(folder))
+    return replace(topology, cards=cards, ethernet=_ethernet_speeds_mbps(folder))
 
 
 def _amd_topology(folder: Path) -> Topology | None:
     """Return the topology of AMD's GPUs, as the kernel shows them; None if there are none."""
-    found = amd_gpus(folder)
-    if not found:
+    devices = amd_gpus(folder)
+    if not devices:
         return None
     gpus = tuple(
         NodeGpu(
-            uuid=one.uuid,
-            name=one.gfx,
-            place=one.place,
-            numa=read_numa_node(folder / "bus" / "pci" / "devices" / one.place),
-            nvlinks=len(one.linked_nodes),
+            uuid=gpu.uuid,
+            name=gpu.gfx,
+            place=gpu.place,
+            numa=read_numa_node(folder / "bus" / "pci" / "devices" / gpu.place),
+            nvlinks=len(gpu.linked_nodes),
             link="XGMI link",
         )
-        for one in found
+        for gpu in devices
     )
     paths = {
-        f"{i}-{j}": "XGMI" if other.node in one.linked_nodes else "PCIe"
-        for i, one in enumerate(found)
-        for j, other in enumerate(found[i + 1 :], i + 1)
+        f"{i}-{j}": "XGMI" if other.node in gpu.linked_nodes else "PCIe"
+        for i, gpu in enumerate(devices)
+        for j, other in enumerate(devices[i + 1 :], i + 1)
     }
     return Topology(gpus=gpus, paths=paths, driver=amd_driver(folder))
 
@@ -221,26 +221,26 @@ def _nvidia_topology(folder: Path) -> Topology:
     except nvml.NVMLError as error:  # no driver, or not for this user
         return Topology(driver_error=str(error))
     errors: list[str] = []
-    asked: list[tuple[Any, NodeGpu]] = []
+    devices: list[tuple[Any, NodeGpu]] = []
     driver, cuda = "", 0
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             with _collect_errors(nvml, errors):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                asked.append((handle, _read_gpu(nvml, handle, folder)))
+                devices.append((handle, _read_gpu(nvml, handle, folder)))
         driver = _to_text(nvml.nvmlSystemGetDriverVersion())
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
     except nvml.NVMLError as error:
         errors.append(str(error))
     paths = {
-        f"{i}-{j}": _link_path(nvml, asked[i][0], asked[j][0])
-        for i in range(len(asked))
-        for j in range(i + 1, len(asked))
+        f"{i}-{j}": _link_path(nvml, devices[i][0], devices[j][0])
+        for i in range(len(devices))
+        for j in range(i + 1, len(devices))
     }
     with contextlib.suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
     return Topology(
-        gpus=tuple(gpu for _, gpu in asked),
+        gpus=tuple(gpu for _, gpu in devices),
         paths=paths,
         driver=driver,
         driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
@@ -289,14 +289,14 @@ def find_network_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterato
     for group in _CARD_CLASSES:
         for card in _list_folder(folder / "class" / group):
             device = (card / "device").resolve()
-            near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
+            near_gpus = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
             state, rate = _best_port(card / "ports")
             if group == "cxi":  # the kernel shows the rate at its Ethernet interface, hsn0
-                sides = [net.name for net in _list_folder(device / "net")]
-                speeds = [_interface_speed_mbps(folder, name) for name in sides]
+                interfaces = [net.name for net in _list_folder(device / "net")]
+                speeds = [_interface_speed_mbps(folder, name) for name in interfaces]
                 rate = f"{max(speeds, default=0) // 1000 or 200} Gb/sec"
             yield NetworkCard(
-                card.name, state, rate, read_numa_node(device), near, _card_kind(group, card)
+                card.name, state, rate, read_numa_node(device), near_gpus, _card_kind(group, card)
             )
 
 
@@ -311,14 +311,14 @@ def _card_kind(group: str, card: Path) -> str:
 
 def _best_port(ports: Path) -> tuple[str, str]:
     """Return state and rate of the first port that is up, else of the first port."""
-    found = [
+    pairs = [
         (
             _read_text(port / "state").partition(": ")[2],
             _read_text(port / "rate").partition(" (")[0],
         )
         for port in _list_folder(ports)
     ]
-    return next((one for one in found if one[0] == "ACTIVE"), found[0] if found else ("", ""))
+    return next((pair for pair in pairs if pair[0] == "ACTIVE"), pairs[0] if pairs else ("", ""))
 
 
 def _ethernet_speeds_mbps(folder: Path) -> dict[str, int]:

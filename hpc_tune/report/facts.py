@@ -51,40 +51,40 @@ class Start:
 
 def list_starts(run: Run) -> list[Start]:
     """Return the starts of a run, the first one first."""
-    found, segments = [], run.segments
+    starts, segments = [], run.segments
     steps = _group_by_segment(run, run.steps)
     events = _group_by_segment(run, run.events_of_kind("start"))
     stops = _group_by_segment(run, run.events_of_kind("stop"))
     exclusions = _group_by_segment(run, run.events_of_kind("left_out"))
-    for place, segment in enumerate(segments):
-        event = events[place][-1] if events[place] else {}
+    for index, segment in enumerate(segments):
+        event = events[index][-1] if events[index] else {}
         # Without stops of starts that failed before they wrote their own first event.
-        endings = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
-        silent = str(run.state) if place + 1 == len(segments) else "killed"
-        found.append(
+        endings = [e for e in stops[index] if e.get("began_s", 0.0) <= segment.begin_s]
+        default_ending = str(run.state) if index + 1 == len(segments) else "killed"
+        starts.append(
             Start(
-                number=place + 1,
+                number=index + 1,
                 begin_s=segment.begin_s,
                 seconds=segment.end_s - segment.begin_s,
-                wait_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
+                wait_s=segment.begin_s - segments[index - 1].end_s if index else 0.0,
                 prior_running_s=segment.prior_running_s,
                 ranks=int(event["size"]) if "size" in event else None,
                 layout=str(event.get("layout", "")).partition(":")[0],
-                first_step=int(steps[place][0]["step"]) if steps[place] else None,
-                last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ending=str(endings[-1].get("reason", "")) if endings else silent,
-                excluded_nodes=tuple(str(event.get("node")) for event in exclusions[place]),
+                first_step=int(steps[index][0]["step"]) if steps[index] else None,
+                last_step=int(steps[index][-1]["step"]) if steps[index] else None,
+                ending=str(endings[-1].get("reason", "")) if endings else default_ending,
+                excluded_nodes=tuple(str(event.get("node")) for event in exclusions[index]),
             )
         )
-    return found
+    return starts
 
 
 def _group_by_segment(run: Run, rows: Iterable[Record]) -> list[list[Record]]:
-    found: list[list[Record]] = [[] for _ in run.segments]
+    groups: list[list[Record]] = [[] for _ in run.segments]
     for row in rows:
-        if (place := run.start_index_at(row.get("time", -1.0))) >= 0:
-            found[place].append(row)
-    return found
+        if (index := run.start_index_at(row.get("time", -1.0))) >= 0:
+            groups[index].append(row)
+    return groups
 
 
 def start_rows(run: Run) -> list[tuple[str, ...]]:
@@ -115,24 +115,24 @@ def list_refused_starts(run: Run) -> list[Record]:
     return [
         stop
         for stop in run.events_of_kind("stop")
-        if (place := run.start_index_at(stop["time"])) < 0
-        or stop.get("began_s", 0.0) > segments[place].begin_s
+        if (index := run.start_index_at(stop["time"])) < 0
+        or stop.get("began_s", 0.0) > segments[index].begin_s
     ]
 
 
 def describe_starts(run: Run) -> str:
     """Describe how many starts there were and which nodes were lost; "" for one good start."""
-    all_starts, failed = list_starts(run), list_refused_starts(run)
-    lost = [str(event.get("node")) for event in run.events_of_kind("left_out")]
-    if len(all_starts) < 2 and not failed and not lost:
+    all_starts, refused_starts = list_starts(run), list_refused_starts(run)
+    lost_nodes = [str(event.get("node")) for event in run.events_of_kind("left_out")]
+    if len(all_starts) < 2 and not refused_starts and not lost_nodes:
         return ""
     parts = [format_quantity(len(all_starts), "start")]
     if len(all_starts) > 1:
         parts[0] += f", the newest after: {all_starts[-2].ending}"
-    if lost:
-        parts.append(f"left out: node{'s' * (len(lost) > 1)} {', '.join(lost)}")
-    if failed:
-        parts.append(f"{len(failed)} more ended while starting, see What happened")
+    if lost_nodes:
+        parts.append(f"left out: node{'s' * (len(lost_nodes) > 1)} {', '.join(lost_nodes)}")
+    if refused_starts:
+        parts.append(f"{len(refused_starts)} more ended while starting, see What happened")
     return "; ".join(parts)
 
 
@@ -154,11 +154,11 @@ Rows = list[tuple[str, str]]
 
 def describe_end(run: Run) -> str:
     """Describe why a run ended, with rank, host and exit code if known."""
-    text, found = run.reason, run.outcome
-    if found.get("host") is not None and run.state in ("failed", "stopped"):
-        rank = f"rank {found['rank']} on " if found.get("rank") is not None else ""
-        text += f" (reported by {rank}{found['host']})"
-    code = found.get("exit_code")
+    text, outcome = run.reason, run.outcome
+    if outcome.get("host") is not None and run.state in ("failed", "stopped"):
+        rank = f"rank {outcome['rank']} on " if outcome.get("rank") is not None else ""
+        text += f" (reported by {rank}{outcome['host']})"
+    code = outcome.get("exit_code")
     return text + (f", exit code {code}" if code is not None else "")
 
 
@@ -185,17 +185,17 @@ def _describe_held_out(run: Run) -> str:
     evals = [row for row in run.comparable_evals if row.get("eval_loss") is not None]
     if not evals:
         return ""
-    last, step = int(evals[-1]["step"]), int(run.steps[-1]["step"]) if run.steps else 0
-    of = f" (of step {last})" if last < step else ""
-    return f"{evals[0]['eval_loss']:.4f} → {evals[-1]['eval_loss']:.4f}{of}"
+    eval_step, last_step = int(evals[-1]["step"]), int(run.steps[-1]["step"]) if run.steps else 0
+    step_note = f" (of step {eval_step})" if eval_step < last_step else ""
+    return f"{evals[0]['eval_loss']:.4f} → {evals[-1]['eval_loss']:.4f}{step_note}"
 
 
 def _join_with_and(names: Sequence[str]) -> str:
-    shown = [
+    parts = [
         *names[:_MAX_NAMES],
-        *([f"{more} more"] if (more := len(names) - _MAX_NAMES) > 0 else []),
+        *([f"{num_more} more"] if (num_more := len(names) - _MAX_NAMES) > 0 else []),
     ]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def find_adapter(run: Run) -> str:
@@ -238,9 +238,9 @@ def key_numbers(run: Run) -> dict[str, str]:
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
     values = {"optimizer steps": f"{int(steps[-1]['step']) if steps else 0}{total}"}
-    if whole_s := running_s(run):
-        more = f" in {len(run.segments)} starts" if len(run.segments) > 1 else ""
-        values["time running"] = format_seconds(whole_s) + more
+    if total_s := running_s(run):
+        starts_text = f" in {len(run.segments)} starts" if len(run.segments) > 1 else ""
+        values["time running"] = format_seconds(total_s) + starts_text
         if steps:
             values["goodput (steps that count)"] = f"{goodput(run):.0%}"
     if (energy := sum_energy(run.events)) is not None and energy.joules is not None:
@@ -251,8 +251,8 @@ def key_numbers(run: Run) -> dict[str, str]:
     evals = run.comparable_evals
     if change := _describe_held_out(run):
         names = list(evals[-1].get("eval_losses", {}))
-        of = f", the mean of those of {_join_with_and(names)}" if len(names) > 1 else ""
-        values[f"held-out loss, first to last{of}"] = change
+        note = f", the mean of those of {_join_with_and(names)}" if len(names) > 1 else ""
+        values[f"held-out loss, first to last{note}"] = change
     for name, kind in (("accuracy", ".1%"), ("margin", ".3g")):
         if held_out := known_numbers(evals, f"eval_preferences.{name}"):
             values[f"held-out {name}, first to last"] = (
@@ -266,12 +266,12 @@ def key_numbers(run: Run) -> dict[str, str]:
     if seconds := sum(known_numbers(steps, "step_s")):
         values["time in messages"] = f"{sum(known_numbers(steps, 'comm_s')) / seconds:.1%}"
     for kind in ("host", "device"):
-        if used := known_numbers(steps, f"{kind}_bytes"):
+        if used_bytes := known_numbers(steps, f"{kind}_bytes"):
             limits = known_numbers(steps, f"{kind}_limit_bytes")
-            of = f" of {format_bytes(limits[-1])}" if limits else ""
-            values[_MEMORY_LABELS[kind]] = f"{format_bytes(max(used))}{of}"
-            if own := known_numbers(steps, f"{kind}_ranks_bytes"):
-                values["of which this run's ranks, most on a node"] = format_bytes(max(own))
+            note = f" of {format_bytes(limits[-1])}" if limits else ""
+            values[_MEMORY_LABELS[kind]] = f"{format_bytes(max(used_bytes))}{note}"
+            if own_bytes := known_numbers(steps, f"{kind}_ranks_bytes"):
+                values["of which this run's ranks, most on a node"] = format_bytes(max(own_bytes))
     values["saves"] = str(len(run.events_of_kind("checkpoint")))
     values["governor's actions"] = str(len(run.governor_actions))
     return values
@@ -320,12 +320,12 @@ def list_machine_facts(run: Run) -> Rows:
         if (key := f"{kind}_limit_bytes") in last
     )
     hosts = start.get("hosts", {})
-    shown = (f"{host} ({format_quantity(count, 'rank')})" for host, count in hosts.items())
+    host_texts = (f"{host} ({format_quantity(count, 'rank')})" for host, count in hosts.items())
     versions = start.get("versions", {})
     no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
     rows = [
         ("hardware", start.get("hardware")),
-        ("hosts", list_some(shown, 8)),
+        ("hosts", list_some(host_texts, 8)),
         ("limits", limits),
         ("links as measured", start.get("links") or no_links),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items())),
@@ -343,16 +343,18 @@ def list_data_facts(run: Run) -> Rows:
         if key in counts:
             rows.append((names.get(key, key), f"{counts[key]:,.0f}"))
     if counts.get("tokens") and "loss_tokens" in counts:
-        learned = counts["loss_tokens"]
-        rows.append(("tokens learned", f"{learned:,.0f} ({learned / counts['tokens']:.1%})"))
+        num_learned = counts["loss_tokens"]
+        rows.append(
+            ("tokens learned", f"{num_learned:,.0f} ({num_learned / counts['tokens']:.1%})")
+        )
     if "rows" in counts and "padding" in counts:
         rows.append(("rows of an epoch", f"{counts['rows']:,.0f}, {counts['padding']:.1%} padding"))
     remarks = [str(remark) for remark in run.start.get("remarks", [])]
     if counts:
         rows.append(("cut, dropped, not learned", "; ".join(remarks) or "nothing"))
     if tokens := sum(known_numbers(run.steps, "tokens")):
-        learned = sum(known_numbers(run.steps, "loss_tokens"))
-        rows.append(("trained on", f"{tokens:,.0f} tokens, {learned:,.0f} of them learned"))
+        num_learned = sum(known_numbers(run.steps, "loss_tokens"))
+        rows.append(("trained on", f"{tokens:,.0f} tokens, {num_learned:,.0f} of them learned"))
     return rows
 
 
@@ -374,8 +376,8 @@ def describe_straggler(run: Run) -> str:
 
 def time_by_kind(run: Run) -> Rows:
     """Return the seconds of the whole run by kind, all starts together."""
-    whole_s = running_s(run)
-    if not whole_s:
+    total_s = running_s(run)
+    if not total_s:
         return []
     step_s, data_s, comm_s = (
         sum(known_numbers(run.steps, k)) for k in ("step_s", "data_s", "comm_s")
@@ -387,36 +389,38 @@ def time_by_kind(run: Run) -> Rows:
         "evaluation": sum(known_numbers(run.evals, "eval_s")),
         "waiting for saves": sum(known_numbers(run.events_of_kind("checkpoint"), "blocked_s")),
     }
-    parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
+    parts["starting, and repeated steps"] = max(0.0, total_s - sum(parts.values()))
     rows = [
-        (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
+        (name, f"{format_seconds(seconds)} ({seconds / max(total_s, 1e-9):.1%})")
         for name, seconds in parts.items()
     ]
     wait_s = sum(start.wait_s for start in list_starts(run))
     waits = [("between starts, not in the total", format_seconds(wait_s))] if wait_s else []
-    return [*rows, ("total", format_seconds(whole_s)), *waits]
+    return [*rows, ("total", format_seconds(total_s)), *waits]
 
 
 def compare_predictions(run: Run) -> list[tuple[str, ...]]:
     """Return rows (figure, predicted, measured, error): step time, memory by phase, sent bytes."""
     rows: list[tuple[str, ...]] = []
     for event in run.events_of_kind("layout")[-1:]:
-        measured, foreseen = event.get("measured_step_s"), event.get("predicted_step_s")
-        if measured and foreseen:
-            off = f"{measured / foreseen - 1:+.0%}"
-            rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
-    for kind, (foreseen, measured) in mean_sent_bytes(run).items():
-        off = f"{measured / foreseen - 1:+.1%}" if foreseen else ""
-        shown = [format_bytes(n) for n in (foreseen, measured)]
-        rows.append((f"sent per step by rank 0: {kind}", *shown, off))
+        measured, predicted = event.get("measured_step_s"), event.get("predicted_step_s")
+        if measured and predicted:
+            error = f"{measured / predicted - 1:+.0%}"
+            rows.append(("step time", f"{predicted:.3g} s", f"{measured:.3g} s", error))
+    for kind, (predicted, measured) in mean_sent_bytes(run).items():
+        error = f"{measured / predicted - 1:+.1%}" if predicted else ""
+        texts = [format_bytes(n) for n in (predicted, measured)]
+        rows.append((f"sent per step by rank 0: {kind}", *texts, error))
     for event in run.events_of_kind("memory")[-1:]:
         for phase, row in event.get("phases", {}).items():
-            if not (had := row.get("rank_bytes")):
+            if not (rank_bytes := row.get("rank_bytes")):
                 continue
-            planned = row.get("planned")
-            off = f"{had / planned - 1:+.0%}" if planned else ""
-            foreseen_text = format_bytes(planned) if planned else _NO_PLAN_TEXT
-            rows.append((f"memory of a rank: {phase}", foreseen_text, format_bytes(had), off))
+            planned_bytes = row.get("planned")
+            error = f"{rank_bytes / planned_bytes - 1:+.0%}" if planned_bytes else ""
+            predicted_text = format_bytes(planned_bytes) if planned_bytes else _NO_PLAN_TEXT
+            rows.append(
+                (f"memory of a rank: {phase}", predicted_text, format_bytes(rank_bytes), error)
+            )
     return rows
 
 
@@ -427,9 +431,9 @@ def mean_sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
         return {}
     sums: dict[str, list[float]] = {}
     for row in rows:
-        for place, name in enumerate(("expected_bytes", "sent_bytes")):
+        for index, name in enumerate(("expected_bytes", "sent_bytes")):
             for kind, num_bytes in row[name].items():
-                sums.setdefault(kind, [0.0, 0.0])[place] += num_bytes
+                sums.setdefault(kind, [0.0, 0.0])[index] += num_bytes
     return {kind: (a / len(rows), b / len(rows)) for kind, (a, b) in sums.items() if a or b}
 
 
@@ -453,8 +457,8 @@ def event_text(event: Record) -> str:
         case "stop":
             return str(event.get("reason"))
         case "energy":
-            told = sum_energy([event])
-            return told.full_text if told else ""
+            energy = sum_energy([event])
+            return energy.full_text if energy else ""
         case "mixture":
             return f"from here on: {event.get('changes')}"
         case "held_out":

@@ -56,8 +56,8 @@ def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of each held-out source: the mean may fall while one of them rises."""
     figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
     lines = [
-        (run, name, [{"step": row["step"], "loss": own[name]} for row in run.evals
-                     if name in (own := row.get("eval_losses", {}))])
+        (run, name, [{"step": row["step"], "loss": losses[name]} for row in run.evals
+                     if name in (losses := row.get("eval_losses", {}))])
         for run, _ in _add_colors(runs)
         for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
     ]  # fmt: skip
@@ -124,11 +124,11 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
     means = [_mean_row(_step_time_shares(run)) for run in runs if run.steps]
     if not means:
         return None
-    left = [0.0] * len(means)
+    offsets = [0.0] * len(means)
     for name, color in zip(names, COLORS, strict=False):
         values = [mean[name] for mean in means]
-        axes.barh(range(len(means)), values, left=left, color=color, label=name, alpha=0.8)
-        left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.barh(range(len(means)), values, left=offsets, color=color, label=name, alpha=0.8)
+        offsets = [a + b for a, b in zip(offsets, values, strict=True)]
     labels = [_shorten(run.name) for run in runs if run.steps]
     axes.set_yticks(range(len(means)), labels)
     axes.invert_yaxis()
@@ -138,8 +138,8 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
 def _plot_memory(runs: Sequence[Run]) -> Figure | None:
     """Draw host and device memory over time with limits; mark saves and the governor's actions."""
     kinds = [
-        (f"{kind} memory ({whose})", f"{kind}_bytes", f"{kind}_limit_bytes")
-        for kind, whose in (("host", "fullest node"), ("device", "fullest rank"))
+        (f"{kind} memory ({owner})", f"{kind}_bytes", f"{kind}_limit_bytes")
+        for kind, owner in (("host", "fullest node"), ("device", "fullest rank"))
         if any(row.get(f"{kind}_bytes") for run in runs for row in run.steps)
     ]
     if not kinds:
@@ -150,20 +150,20 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
     all_axes: Sequence[Axes]
     figure, all_axes = _two_axes(time_label)
     if len(kinds) == 1:
-        figure, only = _new_figure(time_label, "")
-        all_axes = (only,)
-    for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
+        figure, single_axes = _new_figure(time_label, "")
+        all_axes = (single_axes,)
+    for axes, (label, used_key, limit_key) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
         for run, color in _add_colors(runs):
-            rows = _keep_maxima(run.steps, used)
-            at = [_elapsed_s(run, row) / unit_s for row in rows]
-            axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
+            rows = _keep_maxima(run.steps, used_key)
+            times = [_elapsed_s(run, row) / unit_s for row in rows]
+            axes.plot(times, [row[used_key] / 2**30 for row in rows], color=color, lw=1.4,
                       label=_make_label(runs, run, "used"))  # fmt: skip
-            if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
-                own = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
-                axes.plot(at, own, color=COLORS[5], lw=1.4, label="of which this run's ranks")
-            limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
-                      if row.get(limit)]  # fmt: skip
+            if len(runs) == 1 and used_key == "host_bytes" and "host_ranks_bytes" in rows[-1]:
+                ranks = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
+                axes.plot(times, ranks, color=COLORS[5], lw=1.4, label="of which this run's ranks")
+            limits = [(a, row[limit_key] / 2**30) for a, row in zip(times, rows, strict=True)
+                      if row.get(limit_key)]  # fmt: skip
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
                       lw=1.4, label=_make_label(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
@@ -179,28 +179,28 @@ def _mark_events(axes: Axes, run: Run, unit_s: float) -> None:
         ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
-        happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
-        places = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(happened)])
-        if places:  # one line with gaps: separate lines would take up half of the file
-            at = [x for place in places for x in (place, place, place)]
-            heights = [0.0, height, float("nan")] * len(places)
-            axes.plot(at, heights, color=color, lw=1.2, alpha=0.7, label=label,
+        events = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
+        positions = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(events)])
+        if positions:  # one line with gaps: separate lines would take up half of the file
+            xs = [x for position in positions for x in (position, position, position)]
+            heights = [0.0, height, float("nan")] * len(positions)
+            axes.plot(xs, heights, color=color, lw=1.2, alpha=0.7, label=label,
                       transform=axes.get_xaxis_transform())  # fmt: skip
     for number, segment in enumerate(run.segments[1:]):
-        again = "started again" if number == 0 else None
-        axes.axvline(segment.prior_running_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=again)
+        text = "started again" if number == 0 else None
+        axes.axvline(segment.prior_running_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=text)
 
 
 def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds of a rank's own work")
-    shown = [(run, color) for run, color in _add_colors(runs) if (run.start.get("size") or 1) > 1]
-    for run, color in shown:
+    pairs = [(run, color) for run, color in _add_colors(runs) if (run.start.get("size") or 1) > 1]
+    for run, color in pairs:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
-        steps, most = curve_points(rows, "step", "most_work_s")
-        _, least = curve_points(rows, "step", "least_work_s")
-        axes.fill_between(steps, least, most, color=color, alpha=0.3)
-        axes.plot(steps, most, color=color, lw=1.2, label=_make_label(runs, run, "slowest rank"))
-        axes.plot(steps, least, color=color, lw=0.8, ls="--",
+        steps, slowest = curve_points(rows, "step", "most_work_s")
+        _, fastest = curve_points(rows, "step", "least_work_s")
+        axes.fill_between(steps, fastest, slowest, color=color, alpha=0.3)
+        axes.plot(steps, slowest, color=color, lw=1.2, label=_make_label(runs, run, "slowest rank"))
+        axes.plot(steps, fastest, color=color, lw=0.8, ls="--",
                   label=_make_label(runs, run, "fastest rank"))  # fmt: skip
     _begin_at_zero(axes)
     return _finish_figure(figure, axes)
@@ -273,22 +273,22 @@ def curve_points(
     most: int = MAX_CURVE_POINTS,
 ) -> Points:
     """Return x and y of the rows that have y; if there are many, as means over neighbors."""
-    known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
-    width = max(1, -(-len(known) // most))
-    groups = [known[i : i + width] for i in range(0, len(known), width)]
+    points = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
+    width = max(1, -(-len(points) // most))
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
     return (
         [sum(a for a, _ in group) / len(group) for group in groups],
         [sum(b for _, b in group) / len(group) for group in groups],
     )
 
 
-def _thin_ticks(places: Sequence[float]) -> list[float]:
-    return list(places[:: -(-len(places) // _MAX_MARKS_PER_AXIS) or 1])
+def _thin_ticks(positions: Sequence[float]) -> list[float]:
+    return list(positions[:: -(-len(positions) // _MAX_MARKS_PER_AXIS) or 1])
 
 
 def _time_unit(longest_s: float) -> tuple[str, int]:
     units = (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, 0))
-    return next((unit, seconds) for unit, seconds, least in units if longest_s >= least)
+    return next((unit, seconds) for unit, seconds, min_s in units if longest_s >= min_s)
 
 
 def _begin_at_zero(axes: Axes) -> None:
@@ -297,8 +297,8 @@ def _begin_at_zero(axes: Axes) -> None:
 
 def _axis_top(values: Sequence[float]) -> float:
     """Return the top of an axis of seconds: a first step that compiles must not hide the rest."""
-    usual = sorted(values)[int(0.95 * (len(values) - 1))]
-    return min(max(values), 2.5 * usual) * 1.05 or 1.0
+    percentile_95 = sorted(values)[int(0.95 * (len(values) - 1))]
+    return min(max(values), 2.5 * percentile_95) * 1.05 or 1.0
 
 
 def _elapsed_s(run: Run, row: Record) -> float:
@@ -307,8 +307,8 @@ def _elapsed_s(run: Run, row: Record) -> float:
 
 def _add_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
-    numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
-    return ((run, color) for run, color in numbered if run.steps or run.evals)
+    colored_runs = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
+    return ((run, color) for run, color in colored_runs if run.steps or run.evals)
 
 
 def _make_label(runs: Sequence[Run], run: Run, quantity: str) -> str:
@@ -364,8 +364,8 @@ def _integer_ticks() -> MaxNLocator:
 
 
 def _has_data(axes: Axes) -> bool:
-    drawn = any(len(line.get_xdata()) for line in axes.lines)  # type: ignore[arg-type]
-    return drawn or bool(axes.patches or axes.collections)
+    has_lines = any(len(line.get_xdata()) for line in axes.lines)  # type: ignore[arg-type]
+    return has_lines or bool(axes.patches or axes.collections)
 
 
 # -- All starts of one run on one time axis: the loss, and below it the events.
@@ -376,8 +376,8 @@ _LETTER_WIDTH, _LABEL_POINTS = 0.0125, 8  # of a start's label: share of the axi
 
 def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of one run over its running time, with starts, saves and actions below."""
-    [run, *others] = runs
-    if others or not run.segments or len(run.steps) < 2:
+    [run, *other_runs] = runs
+    if other_runs or not run.segments or len(run.steps) < 2:
         return None
     unit, unit_s = _time_unit(max(_elapsed_s(run, row) for row in run.steps[-1:]))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
@@ -395,15 +395,15 @@ def _draw_losses(axes: Axes, run: Run, unit_s: float) -> None:
     for row in run.steps:
         if "time" in row:
             by_start.setdefault(run.start_index_at(row["time"]), []).append(row)
-    most = max(2, MAX_CURVE_POINTS // max(1, len(by_start)))
-    at: list[float] = []
+    max_points = max(2, MAX_CURVE_POINTS // max(1, len(by_start)))
+    times: list[float] = []
     losses: list[float] = []
     for rows in by_start.values():
-        placed = [{"at": _elapsed_s(run, row) / unit_s, "loss": row.get("loss")} for row in rows]
-        own_at, own_losses = curve_points(placed, "at", "loss", most=most)
-        at += [*own_at, float("nan")]
-        losses += [*own_losses, float("nan")]
-    axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
+        points = [{"at": _elapsed_s(run, row) / unit_s, "loss": row.get("loss")} for row in rows]
+        start_times, start_losses = curve_points(points, "at", "loss", most=max_points)
+        times += [*start_times, float("nan")]
+        losses += [*start_losses, float("nan")]
+    axes.plot(times[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
     evals = [{**row, "at": at_s / unit_s} for row, at_s in _timed_evaluations(run)]
     if evals:
         options = {"color": COLORS[1], "label": "held-out loss", "clip_on": False}
@@ -423,21 +423,21 @@ def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
 def _draw_starts(ax1: Axes, ax2: Axes, run: Run, unit_s: float) -> None:
     """Draw each start as a bar, labeled with its ranks and layout if there is room."""
     all_starts = list_starts(run)
-    whole = (all_starts[-1].prior_running_s + all_starts[-1].seconds) / unit_s or 1.0
+    axis_width = (all_starts[-1].prior_running_s + all_starts[-1].seconds) / unit_s or 1.0
     for start in all_starts:
         begin, width = start.prior_running_s / unit_s, start.seconds / unit_s
         color = COLORS[(0, 5)[start.number % 2]]
         ax2.barh(0, width, left=begin, height=0.8, color=color, alpha=0.45)
         ranks = format_quantity(start.ranks, "rank") if start.ranks else ""
-        named = f"start {start.number}"
-        for text in (", ".join(filter(None, (named, ranks, start.layout))), named,
+        start_name = f"start {start.number}"
+        for text in (", ".join(filter(None, (start_name, ranks, start.layout))), start_name,
                      str(start.number)):  # fmt: skip
-            if len(text) * _LETTER_WIDTH * whole < width:
+            if len(text) * _LETTER_WIDTH * axis_width < width:
                 ax2.text(begin + width / 2, 0, text, size=_LABEL_POINTS, ha="center", va="center")
                 break
         if start.number > 1:
-            waited = f"started again after {format_seconds(start.wait_s)}"
-            label = waited if len(all_starts) == 2 else "started again"
+            wait_label = f"started again after {format_seconds(start.wait_s)}"
+            label = wait_label if len(all_starts) == 2 else "started again"
             ax1.axvline(begin, color=GREY, lw=1.5, ls=":",
                         label=label if start.number == 2 else None)  # fmt: skip
 
@@ -451,10 +451,10 @@ def _draw_event_lanes(axes: Axes, run: Run, unit_s: float) -> None:
         ("warning", "warnings", "x", COLORS[4]),
         ("stop", "stops", "s", COLORS[6]),
     ):
-        happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
-        places = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(happened)])
-        if places:
-            axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
+        events = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
+        positions = _thin_ticks([at_s / unit_s for at_s in run.elapsed_seconds_of(events)])
+        if positions:
+            axes.plot(positions, [len(names)] * len(positions), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip
             names.append(name)
     axes.set_yticks(range(len(names)), names)
@@ -470,8 +470,8 @@ _MIN_TOP_RATIO, _MAX_TOP_RATIO = 1.2, 3.0  # bounds of the scale's top, so that 
 
 def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     """Draw the own work of each rank of one run, divided by the median rank's at the same step."""
-    [run, *others] = runs
-    if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
+    [run, *other_runs] = runs
+    if other_runs or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
         return None
     num_ranks = max(len(row["work_s"]) for row in run.ranks)
     group = -(-num_ranks // _MAX_HEATMAP_ROWS)
@@ -479,8 +479,8 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     cells = _heatmap_columns(lines, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
     first, last = lines[0]["step"], lines[-1]["step"]
-    whose = "rank" if group == 1 else f"rank (the slowest of each {group})"
-    figure, axes = _new_figure(STEP_AXIS_LABEL, whose)
+    y_label = "rank" if group == 1 else f"rank (the slowest of each {group})"
+    figure, axes = _new_figure(STEP_AXIS_LABEL, y_label)
     image = axes.imshow(
         list(zip(*cells, strict=True)),
         aspect="auto",
@@ -500,18 +500,18 @@ def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> lis
     """Return a column per bin of steps: the slowest of every ``group`` ranks; nan if no rank."""
     first, last = lines[0]["step"], lines[-1]["step"]
     num_columns = min(_MAX_HEATMAP_COLUMNS, len(lines))
-    nothing, num_rows = float("nan"), -(-num_ranks // group)
+    nan, num_rows = float("nan"), -(-num_ranks // group)
     columns: list[list[float]] = [[] for _ in range(num_columns)]
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
-        place = min(num_columns - 1, int(share * num_columns))
+        index = min(num_columns - 1, int(share * num_columns))
         values = divide_by_median(line["work_s"])
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
-        rows += [nothing] * (num_rows - len(rows))
-        before = columns[place]
-        columns[place] = [max(a, b) for a, b in zip(before, rows, strict=True)] if before else rows
-    for place, column in enumerate(columns):  # after a resume, lines may be further apart
-        columns[place] = column or columns[place - 1]
+        rows += [nan] * (num_rows - len(rows))
+        maxima = columns[index]
+        columns[index] = [max(a, b) for a, b in zip(maxima, rows, strict=True)] if maxima else rows
+    for index, column in enumerate(columns):  # after a resume, lines may be further apart
+        columns[index] = column or columns[index - 1]
     return columns
 
 
@@ -523,8 +523,8 @@ _MIN_EXPERT_TOP, _MAX_EXPERT_TOP = 2.0, 8.0  # bounds of the scale's top, in mea
 
 def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     """Draw the newest token counts of one run; white is the mean, blue has few."""
-    [run, *others] = runs
-    if others or not run.experts:
+    [run, *other_runs] = runs
+    if other_runs or not run.experts:
         return None
     line = run.experts[-1]
     widest = max(map(len, line["tokens"]))
@@ -540,8 +540,8 @@ def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     )
     figure.colorbar(image, ax=axes, label="tokens, x the layer's mean", extend="max")
     axes.set_title(f"steps {line['since'] + 1:.0f} to {line['step']:.0f}", fontsize=10)
-    every = -(-len(cells) // 16)
-    axes.set_yticks(range(0, len(cells), every), [f"{n:.0f}" for n in line["layers"][::every]])
+    stride = -(-len(cells) // 16)
+    axes.set_yticks(range(0, len(cells), stride), [f"{n:.0f}" for n in line["layers"][::stride]])
     return figure
 
 
@@ -555,15 +555,15 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
 
 def _plot_pair(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     """Draw two measures; ``measures``: axis label by name in the metrics."""
-    figure, both = _two_axes(STEP_AXIS_LABEL)
-    for axes, (name, said) in zip(both, measures.items(), strict=True):
-        axes.set_ylabel(said)
+    figure, all_axes = _two_axes(STEP_AXIS_LABEL)
+    for axes, (name, label) in zip(all_axes, measures.items(), strict=True):
+        axes.set_ylabel(label)
         for run, color in _add_colors(runs):
-            trained = curve_points(run.steps, "step", f"preferences.{name}")
-            axes.plot(*trained, color=color, lw=1.3, label=_make_label(runs, run, "training"))
+            curve = curve_points(run.steps, "step", f"preferences.{name}")
+            axes.plot(*curve, color=color, lw=1.3, label=_make_label(runs, run, "training"))
             options = {"color": color, "label": _make_label(runs, run, "held-out")}
             _plot_held_out_curve(axes, run.evals, "step", f"eval_preferences.{name}", **options)
-    return _finish_figure(figure, *both)
+    return _finish_figure(figure, *all_axes)
 
 
 # The share of pairs whose chosen answer has the higher reward, and the difference of rewards.

@@ -62,25 +62,25 @@ def verify_checkpoints(
 
     Checkpoints are hashed up to ``max_total_bytes`` in all; for the others only sizes are compared.
     """
-    rows, left = [], max_total_bytes
+    rows, remaining_bytes = [], max_total_bytes
     for folder in sorted((run_dir / "checkpoints").glob("step-*[0-9]")):
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             files = {str(name): (f["bytes"], f["sha256"]) for name, f in manifest["files"].items()}
             total = sum(num_bytes for num_bytes, _ in files.values())
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as bad:
-            rows.append((folder.name, "", f"DAMAGED: manifest.json cannot be used ({bad!r})"))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+            rows.append((folder.name, "", f"DAMAGED: manifest.json cannot be used ({exc!r})"))
             continue
-        is_hashed = total <= left
-        left -= total if is_hashed else 0
+        is_hashed = total <= remaining_bytes
+        remaining_bytes -= total if is_hashed else 0
         damage = [
             name for name, (num, sha) in files.items()
             if not _is_intact(folder / name.lstrip("/"), num, sha if is_hashed else None)
         ]  # fmt: skip
-        verified = "every byte verified" if is_hashed else "sizes verified; bytes: inspect --verify"
+        result = "every byte verified" if is_hashed else "sizes verified; bytes: inspect --verify"
         if damage:
-            verified = f"DAMAGED: {damage[0]} is not as it was written"
-        rows.append((folder.name, format_bytes(total), verified))
+            result = f"DAMAGED: {damage[0]} is not as it was written"
+        rows.append((folder.name, format_bytes(total), result))
     return rows
 
 
@@ -91,11 +91,11 @@ def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
             return False
         if sha256 is None:
             return True
-        with file.open("rb") as opened:
-            found = hashlib.sha256()
-            while part := opened.read(1 << 20):
-                found.update(part)
-        return found.hexdigest() == sha256
+        with file.open("rb") as stream:
+            hasher = hashlib.sha256()
+            while chunk := stream.read(1 << 20):
+                hasher.update(chunk)
+        return hasher.hexdigest() == sha256
     except (OSError, ValueError):
         return False
 
@@ -115,26 +115,26 @@ SOURCE_TABLE_HEADERS = (
 
 def source_rows(run: Run) -> Iterator[tuple[str, ...]]:
     """Yield a table row for each source of the mixture, then for other held-out sources."""
-    told = {source["name"]: source for source in run.start.get("mixture", [])}
-    learned = dict.fromkeys(told, 0.0)
+    mixture = {source["name"]: source for source in run.start.get("mixture", [])}
+    learned_tokens = dict.fromkeys(mixture, 0.0)
     for row in run.steps:
         for name, tokens in row.get("source_tokens", {}).items():
-            learned[name] = learned.get(name, 0.0) + tokens
-    total = sum(learned.values())
+            learned_tokens[name] = learned_tokens.get(name, 0.0) + tokens
+    total = sum(learned_tokens.values())
     held_out = [row["eval_losses"] for row in run.comparable_evals if row.get("eval_losses")]
-    for name in dict.fromkeys([*learned, *(name for losses in held_out for name in losses)]):
+    for name in dict.fromkeys([*learned_tokens, *(name for losses in held_out for name in losses)]):
         losses = [losses[name] for losses in held_out if name in losses]
         loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""
-        if name not in learned:
+        if name not in learned_tokens:
             yield name, "held out", "", "", "", loss
             continue
-        of_pass = told.get(name, {}).get("learned_per_pass")
+        tokens_per_pass = mixture.get(name, {}).get("learned_per_pass")
         yield (
             name,
-            told.get(name, {}).get("asked", "not in the newest start"),
-            f"{learned[name]:,.0f}",
-            f"{learned[name] / total:.2%}" if total else "",
-            f"{learned[name] / of_pass:.2f}" if of_pass else "",
+            mixture.get(name, {}).get("asked", "not in the newest start"),
+            f"{learned_tokens[name]:,.0f}",
+            f"{learned_tokens[name] / total:.2%}" if total else "",
+            f"{learned_tokens[name] / tokens_per_pass:.2f}" if tokens_per_pass else "",
             loss,
         )
 
@@ -204,8 +204,8 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
             (event["phases"] for event in reversed(run.events_of_kind("memory"))), None
         ),
         "sent_bytes_per_step": {
-            kind: {"predicted": round(foreseen), "measured": round(measured)}
-            for kind, (foreseen, measured) in mean_sent_bytes(run).items()
+            kind: {"predicted": round(predicted), "measured": round(measured)}
+            for kind, (predicted, measured) in mean_sent_bytes(run).items()
         },
         "data": run.start.get("counts"),
         "settings": run.settings,
@@ -259,24 +259,29 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page as HTML; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
-    shown = [_render_figure(caption, svg) for _, caption, svg in figures]
+    rendered_figures = [_render_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
-        parts = [*_render_comparison(runs), _render_grid(shown)]
+        parts = [*_render_comparison(runs), _render_grid(rendered_figures)]
         parts += [_render_folded_details(run) for run in runs]
     else:
         [run] = runs
-        has_gap = len(shown) % 2 == 1  # next to the last figure
-        beside, below = (
+        has_gap = len(rendered_figures) % 2 == 1  # next to the last figure
+        gap_cards, cards_below = (
             ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
         )
-        parts = [_render_heading(run), _render_grid([*shown, *beside]), *below, *_detail_cards(run)]
-    when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        parts = [
+            _render_heading(run),
+            _render_grid([*rendered_figures, *gap_cards]),
+            *cards_below,
+            *_detail_cards(run),
+        ]
+    timestamp = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_escape(title)} - hpc_tune</title><style>{_STYLE}</style></head><body><main>"
         + "\n".join(parts)
-        + f"<footer>hpc_tune {__version__}, {when}. All figures as JSON: the script element "
+        + f"<footer>hpc_tune {__version__}, {timestamp}. All figures as JSON: the script element "
         'of id "figures" at the end of this file.</footer></main>'
         f'<script type="application/json" id="figures">{render_json(runs)}</script></body></html>\n'
     )
@@ -298,9 +303,12 @@ def _detail_cards(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
     all_starts = start_rows(run)
-    left = _omission_note(len(all_starts), _MAX_SHOWN_STARTS)
+    omission_note = _omission_note(len(all_starts), _MAX_SHOWN_STARTS)
     for name, body in (
-        (f"Starts{left}", _render_table(START_TABLE_HEADERS, all_starts[-_MAX_SHOWN_STARTS:], "")),
+        (
+            f"Starts{omission_note}",
+            _render_table(START_TABLE_HEADERS, all_starts[-_MAX_SHOWN_STARTS:], ""),
+        ),
         ("Predicted and measured", _render_table(heads, compare_predictions(run), "")),
         ("What ran", _render_table(None, list_start_facts(run), "")),
         ("What the data gave", _render_table(None, list_data_facts(run), "")),
@@ -334,24 +342,26 @@ def _render_all_settings(run: Run) -> str:
 
 def _render_heading(run: Run) -> str:
     """Return the first screen: how the run ended, its result, what to do next, main figures."""
-    told = ("status", "reason", "step", "exit_code", "rank", "host", "start")
+    described_keys = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
     rows = [
         ("How it ended" if is_over else "Now", describe_end(run)),
         ("What came out" if is_over else "So far", describe_result(run)),
     ]
-    if said := describe_starts(run):
-        rows.append(("Starts", said))
+    if starts_text := describe_starts(run):
+        rows.append(("Starts", starts_text))
     rows += [
         (key, _format_outcome_value(key, value))
         for key, value in run.outcome.items()
-        if key not in told
+        if key not in described_keys
     ]
     rows.append(("Next", advise_next(run)))
     if command := rerun_command(run):
         rows.append(("To repeat it", command))
-    chosen = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := facts.likelihood_displacement_warning(facts.longest_falling_streak(chosen)):
+    chosen_log_probs = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
+    if warning := facts.likelihood_displacement_warning(
+        facts.longest_falling_streak(chosen_log_probs)
+    ):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
@@ -386,7 +396,7 @@ def _render_comparison(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _render_events(run: Run) -> str:
-    kept = [e for e in run.events if e.get("kind") not in ("start", "memory", "layout")]
+    shown_events = [e for e in run.events if e.get("kind") not in ("start", "memory", "layout")]
     rows = [
         (
             time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])),
@@ -394,15 +404,15 @@ def _render_events(run: Run) -> str:
             str(event.get("kind", "")),
             event_text(event),
         )
-        for event in kept[-_MAX_SHOWN_EVENTS:]
+        for event in shown_events[-_MAX_SHOWN_EVENTS:]
     ]
-    left = _omission_note(len(kept), _MAX_SHOWN_EVENTS)
+    omission_note = _omission_note(len(shown_events), _MAX_SHOWN_EVENTS)
     table = _render_table(("time", "step", "kind", "what"), rows, "nothing but steps")
-    return _render_card(f"What happened{left}", table)
+    return _render_card(f"What happened{omission_note}", table)
 
 
-def _omission_note(num: int, shown: int) -> str:
-    return f" (the last {shown} of {num})" if num > shown else ""
+def _omission_note(num_rows: int, num_shown: int) -> str:
+    return f" (the last {num_shown} of {num_rows})" if num_rows > num_shown else ""
 
 
 def _render_figure(caption: str, svg: str) -> str:
@@ -459,11 +469,11 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
     """Return (name, caption, SVG element) of figures; each glyph is defined once for all."""
-    known: set[str] = set()
+    seen_glyphs: set[str] = set()
 
     def once(glyph: re.Match[str]) -> str:
-        is_new = glyph[1] not in known
-        known.add(glyph[1])
+        is_new = glyph[1] not in seen_glyphs
+        seen_glyphs.add(glyph[1])
         return glyph[0] if is_new else ""
 
     return [
@@ -475,9 +485,9 @@ def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, s
 
 def _render_svg(name: str, figure: Figure) -> str:
     """Return a figure as an SVG element; ``name`` is a prefix that makes its ids unique."""
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata=_NO_METADATA)
-    text = drawn.getvalue()
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=_NO_METADATA)
+    text = buffer.getvalue()
     text = re.sub(r"<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)(?!DejaVu)', rf"\g<1>{name}-", text)
     # Keep hundredths of a pixel: a screen shows no more.
@@ -503,8 +513,11 @@ def write_report(
     Raises:
         ConfigError: if a path is no run directory or checkpoint, or the report cannot be written.
     """
-    read = (read_run(path) for path in paths)
-    runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks_scheduler)) for run in read]
+    loaded_runs = (read_run(path) for path in paths)
+    runs = [
+        replace(run, jobs_energy=find_jobs_energy(run.events, asks_scheduler))
+        for run in loaded_runs
+    ]
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
     figures = list(draw_figures(runs))
     try:

@@ -81,26 +81,26 @@ def find_jobs_energy(
     parts = [
         _sum_energies(ask(name, jobs[-_MAX_ASKED_STARTS:]), name) for name, jobs in starts.items()
     ]
-    known = [part.joules for part in parts if part.joules is not None]
+    known_joules = [part.joules for part in parts if part.joules is not None]
     words = "; ".join(part.words for part in parts)
-    return JobsEnergy(sum(known) if known else None, words)
+    return JobsEnergy(sum(known_joules) if known_joules else None, words)
 
 
 def _sum_energies(energies: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
-    known = [one for one in energies if one.joules is not None]
+    known = [part for part in energies if part.joules is not None]
     reasons: dict[str, list[str]] = {}
-    for one in energies:
-        if one.joules is None:
-            reasons.setdefault(one.why, []).append(one.job)
-    notes = [f"not known: {_job_names(jobs)} ({why})" for why, jobs in reasons.items()]
+    for part in energies:
+        if part.joules is None:
+            reasons.setdefault(part.why, []).append(part.job)
+    notes = [f"not known: {_job_names(jobs)} ({reason})" for reason, jobs in reasons.items()]
     if not known:
         return JobsEnergy(None, "; ".join(notes))
-    joules = sum(one.joules or 0.0 for one in known)
+    joules = sum(part.joules or 0.0 for part in known)
     text = (
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
-        f"{_job_names([one.job for one in known])}, from start to end, including other jobs there"
+        f"{_job_names([part.job for part in known])}, from start to end, including other jobs there"
     )
-    if any(one.is_sum_of_steps for one in known):
+    if any(part.is_sum_of_steps for part in known):
         text += "; this is the sum of job steps, several of which can count the same node"
     return JobsEnergy(joules, "; ".join([text, *notes]))
 
@@ -128,8 +128,8 @@ _EVENT_TYPES = {
 
 
 def _holds_dict(field: Field[Any]) -> bool:
-    declared = get_args(field.type)[0]  # of Annotated
-    return any(get_origin(one) is dict for one in (declared, *get_args(declared)))
+    declared_type = get_args(field.type)[0]  # of Annotated
+    return any(get_origin(variant) is dict for variant in (declared_type, *get_args(declared_type)))
 
 
 # Rows share these names: with names of their own, a hundred thousand rows would take 140 MB more.
@@ -194,8 +194,10 @@ class Run:
         """Why the run ended, or what it is doing, in words."""
         match self.state:
             case "running":
-                doing = f"it is {self.heartbeats[0].phase}" if self.heartbeats else "it is running"
-                return doing + describe_silence(self.silence_s)
+                activity = (
+                    f"it is {self.heartbeats[0].phase}" if self.heartbeats else "it is running"
+                )
+                return activity + describe_silence(self.silence_s)
             case "died":
                 return describe_last_heartbeats(self.heartbeats)
             case "unknown":
@@ -235,10 +237,10 @@ class Run:
 
     def elapsed_s(self, at_s: float) -> float:
         """Return how many seconds the run had been running at a time, without waits in a queue."""
-        place = self.start_index_at(at_s)
-        if place < 0:
+        index = self.start_index_at(at_s)
+        if index < 0:
             return 0.0
-        segment = self.segments[place]
+        segment = self.segments[index]
         return segment.prior_running_s + min(at_s, segment.end_s) - segment.begin_s
 
     def start_index_at(self, at_s: float) -> int:
@@ -250,11 +252,11 @@ class Run:
 
         Events between its starts are skipped: they belong to a start that was refused.
         """
-        at = [event["time"] for event in events]
+        times_s = [event["time"] for event in events]
         return [
             self.elapsed_s(at_s)
-            for at_s in at
-            if (place := self.start_index_at(at_s)) >= 0 and at_s <= self.segments[place].end_s
+            for at_s in times_s
+            if (index := self.start_index_at(at_s)) >= 0 and at_s <= self.segments[index].end_s
         ]
 
 
@@ -275,10 +277,10 @@ class LineReader:
                     self._rows, self._offset, self._rest = [], 0, b""
                     self._file = status.st_ino
                 file.seek(self._offset)
-                while new := file.read(_READ_CHUNK_BYTES):
-                    self._offset += len(new)
-                    *whole, self._rest = (self._rest + new).split(b"\n")
-                    self._add_rows(whole)
+                while chunk := file.read(_READ_CHUNK_BYTES):
+                    self._offset += len(chunk)
+                    *complete_lines, self._rest = (self._rest + chunk).split(b"\n")
+                    self._add_rows(complete_lines)
         except OSError as error:
             warn_unreadable(self._path, error)
         return self._rows
@@ -322,9 +324,9 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "not a folder"
+        problem = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "not a folder"
         raise ConfigError(
-            f"{path} is {what}; expected the run directory (run.dir) of a training run"
+            f"{path} is {problem}; expected the run directory (run.dir) of a training run"
             f"{owner.similar_runs_hint(path)}"
         )
     return path
@@ -362,12 +364,12 @@ def make_run(
 def find_setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return (setting, its value in each run) where runs differ, except run.dir and run.name."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    differing = []
+    differences = []
     for name in names:
         values = [format_setting(run.settings.get(name)) for run in runs]
         if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
-            differing.append((name, values))
-    return differing
+            differences.append((name, values))
+    return differences
 
 
 def _is_run(path: Path) -> bool:
@@ -384,12 +386,12 @@ def _keep_numbers(row: Record) -> Record:
 
 def _clean_metrics(row: Record) -> Record:
     """Return a row's numbers, dicts of numbers, and numbers of preferences under dotted names."""
-    kept: dict[str, Any] = {}
+    valid_fields: dict[str, Any] = {}
     for name, holds_dict in _METRICS.items():
         value = row.get(name)
         if not holds_dict:
             if _is_number(value):
-                kept[name] = value
+                valid_fields[name] = value
         elif isinstance(value, dict):
             is_flat = name.endswith("preferences")
             numbers = {
@@ -397,10 +399,10 @@ def _clean_metrics(row: Record) -> Record:
                 for key, number in value.items()
                 if _is_number(number)
             }
-            kept |= numbers if is_flat else {name: numbers}
-    if not 0 <= kept.get("time", 0.0) < _MAX_TIME_S:
-        del kept["time"]
-    return kept
+            valid_fields |= numbers if is_flat else {name: numbers}
+    if not 0 <= valid_fields.get("time", 0.0) < _MAX_TIME_S:
+        del valid_fields["time"]
+    return valid_fields
 
 
 def _clean_ranks(row: Record) -> Record:
@@ -424,26 +426,26 @@ def _clean_experts(row: Record) -> Record:
 def _clean_event(event: Record) -> Record:
     """Return the fields of an event that have the right type."""
     numbers = _keep_numbers(event)
-    kept: dict[str, Any] = {}
+    valid_fields: dict[str, Any] = {}
     for name, value in event.items():
-        of_type = _EVENT_TYPES.get(name, str)
-        if name in numbers if of_type is float else isinstance(value, of_type):
-            kept[name] = value
-    if "counts" in kept:
-        kept["counts"] = _keep_numbers(kept["counts"])
-    if "mixture" in kept:
-        kept["mixture"] = [
+        expected_type = _EVENT_TYPES.get(name, str)
+        if name in numbers if expected_type is float else isinstance(value, expected_type):
+            valid_fields[name] = value
+    if "counts" in valid_fields:
+        valid_fields["counts"] = _keep_numbers(valid_fields["counts"])
+    if "mixture" in valid_fields:
+        valid_fields["mixture"] = [
             {
                 **_keep_numbers(source),
                 "name": str(source.get("name")),
                 "asked": str(source.get("asked")),
             }
-            for source in kept["mixture"]
+            for source in valid_fields["mixture"]
             if isinstance(source, dict)
         ]
-    phases = kept.get("phases", {})
-    kept["phases"] = {k: _keep_numbers(v) for k, v in phases.items() if isinstance(v, dict)}
-    return kept
+    phases = valid_fields.get("phases", {})
+    valid_fields["phases"] = {k: _keep_numbers(v) for k, v in phases.items() if isinstance(v, dict)}
+    return valid_fields
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -488,7 +490,8 @@ def _find_segments(other_records: Sequence[Record], steps: Sequence[Record]) -> 
     segments, prior_running_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
         end_s = max(
-            (at for at, began in signs if at < next_s and began <= begin_s), default=begin_s
+            (time_s for time_s, began in signs if time_s < next_s and began <= begin_s),
+            default=begin_s,
         )
         segments.append(Segment(begin_s, end_s, prior_running_s))
         prior_running_s += end_s - begin_s

@@ -69,9 +69,11 @@ def _render_progress(run: Run) -> RenderableType:
     total = max(run.total_steps or step, step)
     # The median step time; the occasional save or evaluation is not included.
     usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_NUM_RECENT_STEPS:])
-    left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
+    time_left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
     line = Table.grid(padding=(0, 2))
-    line.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), left)
+    line.add_row(
+        f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), time_left
+    )
     return line
 
 
@@ -84,8 +86,10 @@ def _render_figures(run: Run) -> RenderableType:
         held_out = [row["eval_loss"] for row in evals]
         table.add_row("held-out loss", f"{held_out[-1]:.4f}", sparkline(held_out))
         for name in evals[-1].get("eval_losses", {}):
-            own = [row["eval_losses"][name] for row in evals if name in row.get("eval_losses", {})]
-            table.add_row(f"  {name}", f"{own[-1]:.4f}", sparkline(own))
+            source_losses = [
+                row["eval_losses"][name] for row in evals if name in row.get("eval_losses", {})
+            ]
+            table.add_row(f"  {name}", f"{source_losses[-1]:.4f}", sparkline(source_losses))
     if held_out := known_numbers(evals, "eval_preferences.accuracy"):
         table.add_row("held-out accuracy", f"{held_out[-1]:.1%}", sparkline(held_out))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
@@ -106,8 +110,8 @@ def _render_figures(run: Run) -> RenderableType:
 def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
     """Yield facts that are not curves: layout, starts, newest save, governor, slowest rank."""
     if "layout" in run.start:
-        layout, _, why = str(run.start["layout"]).partition(": ")
-        yield "layout", Text(layout), Text(why)
+        layout, _, reason = str(run.start["layout"]).partition(": ")
+        yield "layout", Text(layout), Text(reason)
     if len(run.segments) > 1:
         share = f"goodput {goodput(run):.0%} of all their time"
         yield "starts", Text(str(len(run.segments))), Text(share)
@@ -118,9 +122,9 @@ def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
     if actions := run.governor_actions:
         count = format_quantity(len(actions), "action")
         yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
-    if told := describe_straggler(run):
-        who, _, how_often = told.partition(" in ")
-        yield "slowest rank", Text(who), Text(f"in {how_often}")
+    if straggler := describe_straggler(run):
+        slowest_rank, _, how_often = straggler.partition(" in ")
+        yield "slowest rank", Text(slowest_rank), Text(f"in {how_often}")
 
 
 _STEP_SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
@@ -130,22 +134,22 @@ def _render_memory(row: Record, kind: str) -> list[RenderableType]:
     used, limit = row[f"{kind}_bytes"], row.get(f"{kind}_limit_bytes")
     if not limit:
         return [f"{kind} memory", format_bytes(used)]
-    full = used / limit
-    color = "red" if full > 0.9 else "yellow" if full > 0.8 else "green"
+    used_share = used / limit
+    color = "red" if used_share > 0.9 else "yellow" if used_share > 0.8 else "green"
     bar = ProgressBar(total=limit, completed=used, width=40, complete_style=color,
                       finished_style=color)  # fmt: skip
     line = Table.grid(padding=(0, 2))
-    line.add_row(bar, f"{full:.0%} of {format_bytes(limit)}")
+    line.add_row(bar, f"{used_share:.0%} of {format_bytes(limit)}")
     return [f"{kind} memory", format_bytes(used), line]
 
 
 def _render_events(run: Run) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
-    told = [event for event in run.events if event.get("kind") not in _HIDDEN_EVENTS]
-    for event in told[-_MAX_EVENTS:]:
-        when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    shown_events = [event for event in run.events if event.get("kind") not in _HIDDEN_EVENTS]
+    for event in shown_events[-_MAX_EVENTS:]:
+        timestamp = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         step = "" if event.get("step") is None else f"step {event['step']}"
-        table.add_row(when, step, str(event.get("kind", "")), Text(event_text(event)))
+        table.add_row(timestamp, step, str(event.get("kind", "")), Text(event_text(event)))
     return [Text(""), table] if table.row_count else []
 
 

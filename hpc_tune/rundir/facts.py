@@ -61,7 +61,7 @@ class RunEnergy:
     @property
     def full_text(self) -> str:
         """The energy as text, with what was not counted, and for how many starts."""
-        notes = [f"not known: {what}" for what in self.missing]
+        notes = [f"not known: {part}" for part in self.missing]
         notes += [_OTHER_JOBS_NOTE] if self.has_other_jobs and self.joules is not None else []
         notes += (
             [_UNKNOWN_STARTS.format(self.num_unknown_starts, self.starts)]
@@ -70,12 +70,12 @@ class RunEnergy:
         )
         if self.joules is None:
             return "; ".join(notes) or self.short_text
-        of = (
+        prefix = (
             f"{self.starts - self.num_unknown_starts} starts: "
             if self.starts - self.num_unknown_starts > 1
             else ""
         )
-        return "; ".join([of + self.short_text, *notes])
+        return "; ".join([prefix + self.short_text, *notes])
 
 
 def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
@@ -83,40 +83,42 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
 
     Fields of a wrong type are ignored.
     """
-    told: list[Mapping[str, Any]] = []
+    energy_events: list[Mapping[str, Any]] = []
     starts = num_unknown_starts = 0
     is_open = False
     for event in events:
         if event.get("kind") == "start":
             starts, num_unknown_starts, is_open = starts + 1, num_unknown_starts + is_open, True
         elif event.get("kind") == ENERGY_EVENT:
-            told.append(event)
+            energy_events.append(event)
             is_open = False
-    if not told:
+    if not energy_events:
         return None
     num_unknown_starts += is_open
-    known = [event for event in told if _is_number(event.get("total_j"))]
+    known_events = [event for event in energy_events if _is_number(event.get("total_j"))]
     parts: dict[str, float] = {}
-    for event in known:
+    for event in known_events:
         joules = event.get("joules")
         for part, value in joules.items() if isinstance(joules, dict) else ():
             if _is_number(value):
                 parts[str(part)] = parts.get(str(part), 0.0) + value
     missing = dict.fromkeys(
-        str(what)
-        for event in told
+        str(missing_part)
+        for event in energy_events
         if isinstance(event.get("missing"), list)
-        for what in event["missing"]
+        for missing_part in event["missing"]
     )
     return RunEnergy(
-        joules=sum(event["total_j"] for event in known) if known else None,
+        joules=sum(event["total_j"] for event in known_events) if known_events else None,
         parts=parts,
-        tokens=sum(int(e["tokens"]) for e in known if _is_number(e.get("tokens"))),
+        tokens=sum(int(e["tokens"]) for e in known_events if _is_number(e.get("tokens"))),
         missing=tuple(missing),
-        has_other_jobs=any(event.get("has_others") is True for event in known),
-        starts=max(starts, len(told)),
+        has_other_jobs=any(event.get("has_others") is True for event in known_events),
+        starts=max(starts, len(energy_events)),
         num_unknown_starts=num_unknown_starts,
-        step=next((int(e["step"]) for e in reversed(told) if _is_number(e.get("step"))), None),
+        step=next(
+            (int(e["step"]) for e in reversed(energy_events) if _is_number(e.get("step"))), None
+        ),
     )
 
 
@@ -182,17 +184,17 @@ def is_failure(start: JsonRow) -> bool:
 
 def _num_killed_starts(events: Sequence[JsonRow]) -> int:
     """Return how many starts have left no stop event."""
-    killed, is_open = 0, False
+    num_killed, is_open = 0, False
     for event in events:
         if event.get("kind") == "start":
-            killed, is_open = killed + is_open, True
+            num_killed, is_open = num_killed + is_open, True
         elif event.get("kind") == "stop":
             is_open = False
-    return killed + is_open
+    return num_killed + is_open
 
 
 def _drop_newest_start(events: Sequence[JsonRow]) -> Sequence[JsonRow]:
-    starts = [place for place, event in enumerate(events) if event.get("kind") == "start"]
+    starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
     return events[: starts[-1]] if starts else events
 
 
@@ -290,8 +292,8 @@ def report_excluded_nodes(run_dir: Path, excluded_nodes: Mapping[str, str]) -> N
     """Log and write as events which nodes are left out after a failed start, and why."""
     has_events = (run_dir / EVENTS_FILE).is_file()  # a refused first start leaves none
     events = EventsWriter(run_dir / EVENTS_FILE if has_events else None)
-    for node, why in excluded_nodes.items():
-        message = f"node {node} is left out from now on: {why}"
+    for node, reason in excluded_nodes.items():
+        message = f"node {node} is left out from now on: {reason}"
         log.warning("%s", message)
         events.write("left_out", node=node, message=message, began_s=time.time())
     events.close()
@@ -308,11 +310,11 @@ def append_failure_details(text: str, run_dir: Path | None, rank: int) -> Path |
     if run_dir is None or not run_dir.is_dir():
         return None
     path = run_dir / FAILURES_FOLDER / f"rank-{rank}.txt"
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    timestamp = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(f"== {when}\n{text}\n")
+            file.write(f"== {timestamp}\n{text}\n")
     except OSError:
         return None
     return path

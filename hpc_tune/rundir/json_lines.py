@@ -44,9 +44,9 @@ class AtomicAppender:
         if self._file is None:
             return
         try:
-            written = self._file.write(data)
-            if written < len(data):
-                os.ftruncate(self._file.fileno(), self._file.tell() - written)
+            num_written = self._file.write(data)
+            if num_written < len(data):
+                os.ftruncate(self._file.fileno(), self._file.tell() - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._warned:
@@ -129,14 +129,14 @@ def drop_lines_after(path: Path, step: int) -> None:
     """Remove lines of steps after ``step``, which a resumed run repeats, and lines cut off."""
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     for line in path.read_bytes().split(b"\n"):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
+                kept_lines.append(line + b"\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    write_file(path, b"".join(kept))
+    write_file(path, b"".join(kept_lines))
 
 
 # -- The fields of a line. Each field of a dataclass is annotated with its meaning in Markdown; a

@@ -88,8 +88,10 @@ def _remove_stop_file(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
-        what = "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
-        log.warning("%s %s: remove it, or the next start will stop too", file, what)
+        problem = (
+            "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
+        )
+        log.warning("%s %s: remove it, or the next start will stop too", file, problem)
 
 
 def reserve_outcome(run_dir: Path) -> None:
@@ -121,18 +123,18 @@ def read_ending(run_dir: Path) -> dict[str, Any] | None:
     if not (run_dir / OUTCOME_FILE).is_file():
         return None
     fields = read_outcome(run_dir) or {}
-    is_right = {
+    is_valid_by_name = {
         "status": fields.get("status") in get_args(OutcomeStatus),
         "reason": isinstance(fields.get("reason"), str),
         "exit_code": isinstance(fields.get("exit_code"), int),
     }
-    if all(is_right.values()):
+    if all(is_valid_by_name.values()):
         return fields
     log.warning(
         "%s counts as missing, since it has no valid %s: it was cut short, or is of another "
         "version of hpc_tune",
         run_dir / OUTCOME_FILE,
-        ", ".join(name for name, right in is_right.items() if not right),
+        ", ".join(name for name, is_valid in is_valid_by_name.items() if not is_valid),
     )
     return None
 
@@ -145,13 +147,13 @@ def read_outcome_of_start(
     ``start`` is the nonce, which a start has only after its ranks have met. Without it, an outcome
     not older than ``since_s`` counts, by the clocks of this host and of the file system.
     """
-    told = read_outcome(run_dir)
-    if told is None or not isinstance(told.get("exit_code"), int):
+    outcome = read_outcome(run_dir)
+    if outcome is None or not isinstance(outcome.get("exit_code"), int):
         return None
     if start is not None:
-        return told if told.get("start") == start else None
+        return outcome if outcome.get("start") == start else None
     try:
-        return told if (run_dir / OUTCOME_FILE).stat().st_mtime >= since_s else None
+        return outcome if (run_dir / OUTCOME_FILE).stat().st_mtime >= since_s else None
     except OSError:
         return None
 
@@ -249,18 +251,19 @@ def clear_heartbeats(run_dir: Path) -> None:
 
 def has_run_out_of_memory(last_heartbeats: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
-    near = HOST_LIMITS.level_thresholds[Level.TIGHT]
+    threshold = HOST_LIMITS.level_thresholds[Level.TIGHT]
     return any(
-        _count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last_heartbeats
+        _count_new_kills(beat) > 0 or beat.used >= threshold * beat.limit
+        for beat in last_heartbeats
     )
 
 
 def describe_last_heartbeats(last_heartbeats: Sequence[Heartbeat]) -> str:
     """Describe how a run without an outcome was last seen."""
     fullest = last_heartbeats[0]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
+    timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
     text = (
-        f"it was killed: no outcome.json. Last seen on {fullest.host} at {when} while "
+        f"it was killed: no outcome.json. Last seen on {fullest.host} at {timestamp} while "
         f"{fullest.phase}: {format_bytes(fullest.used)} of {format_bytes(fullest.limit)} host "
         f"memory in use ({fullest.used / fullest.limit:.0%} of {fullest.limit_source})"
     )
@@ -301,13 +304,13 @@ class PreviousRun:
 
 def read_previous_run(run_dir: Path) -> PreviousRun:
     """Return what is known of the last run in ``run_dir``; empty if there was none."""
-    ended, last_heartbeats = read_outcome(run_dir), read_heartbeats(run_dir)
-    if ended is not None:
-        governor = ended.get("governor")
+    outcome, last_heartbeats = read_outcome(run_dir), read_heartbeats(run_dir)
+    if outcome is not None:
+        governor = outcome.get("governor")
         actions = tuple(map(str, governor)) if isinstance(governor, list) else ()
-        if ended.get("status") != "stopped" or "need" not in ended:
+        if outcome.get("status") != "stopped" or "need" not in outcome:
             return PreviousRun(actions)
-        return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
+        return PreviousRun(actions, "device" if outcome.get("memory") == "device" else "host")
     if last_heartbeats:
         last_seen = describe_last_heartbeats(last_heartbeats)
         death = f"the last run in {run_dir} did not end by itself; {last_seen}"
@@ -332,21 +335,23 @@ def run_report_command(run_dir: Path) -> None:
     """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         return
-    later = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
-    left = spare_bytes(find_host_limit())
-    if left < REPORT_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
-        log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
+    command = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
+    free_bytes = spare_bytes(find_host_limit())
+    if free_bytes < REPORT_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
+        log.warning(
+            "no report: %s of memory left; write it with: %s", format_bytes(free_bytes), command
+        )
         return
     try:
-        done = run_hpc_tune_command(["report", "--no-job-energy", str(run_dir)], _REPORT_LIMIT_S)
+        result = run_hpc_tune_command(["report", "--no-job-energy", str(run_dir)], _REPORT_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no report (%s); write it with: %s", explain_command_failure(error), later)
+        log.warning("no report (%s); write it with: %s", explain_command_failure(error), command)
         return
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        log.warning("no report: %s; write it with: %s", reason.removeprefix("hpc_tune: "), later)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        log.warning("no report: %s; write it with: %s", reason.removeprefix("hpc_tune: "), command)
         return
-    log.info("report  %s", done.stdout.strip())
+    log.info("report  %s", result.stdout.strip())
 
 
 def _metrics_bytes(run_dir: Path) -> int:

@@ -80,8 +80,8 @@ class Owner:
     def __str__(self) -> str:
         """Describe the owner: ``"job 17 on host n1, pid 4711, since 2026-11-25 21:05:00"``."""
         job = f"job {self.job}" if self.job else "a run"
-        since = datetime.fromtimestamp(self.since_s).isoformat(" ", "seconds")
-        return f"{job} on host {self.host}, pid {self.pid}, since {since}"
+        timestamp = datetime.fromtimestamp(self.since_s).isoformat(" ", "seconds")
+        return f"{job} on host {self.host}, pid {self.pid}, since {timestamp}"
 
 
 _OWNER_ADAPTER = TypeAdapter(Owner)
@@ -139,23 +139,23 @@ class RunLock:
             InUseError: if it belongs to another job, which is named. OSError: if the file system
                 refuses.
         """
-        first_s: float | None = None
+        first_touched_s: float | None = None
         while not self._create_lock_file():
-            seen = _read_owner(self._path)
-            if seen is None:
+            lock_state = _read_owner(self._path)
+            if lock_state is None:
                 continue
-            owner, touched_s, age_s = seen
-            lives = None if owner is None else is_owner_alive(owner, self._own)
-            if lives or (first_s is not None and touched_s != first_s):
+            owner, touched_s, age_s = lock_state
+            is_alive = None if owner is None else is_owner_alive(owner, self._own)
+            if is_alive or (first_touched_s is not None and touched_s != first_touched_s):
                 raise InUseError(
                     f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
                     "another run.dir, or wait until that run has ended"
                 )
-            if lives is False or age_s > self._silent_s:
+            if is_alive is False or age_s > self._silent_s:
                 self._take_over(owner)
                 continue
-            if first_s is None:
-                first_s = touched_s
+            if first_touched_s is None:
+                first_touched_s = touched_s
                 log.info(
                     "run.dir=%s was in use by %s %.0f s ago: "
                     "waiting up to %.0f s to see whether it still is",
@@ -177,8 +177,8 @@ class RunLock:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the cause of a failure: ``MovedError`` if the folder was moved, else ``error``."""
-        moved = not isinstance(error, InUseError) and self._has_moved()
-        return MovedError(self._path.parent) if moved else error
+        has_moved = not isinstance(error, InUseError) and self._has_moved()
+        return MovedError(self._path.parent) if has_moved else error
 
     def _has_moved(self) -> bool:
         return self._folder is not None and _folder_inode(self._path.parent) not in (
@@ -302,8 +302,8 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
             touched_s, text = os.fstat(file.fileno()).st_mtime, file.read()
     except FileNotFoundError:
         return None
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as fresh:
-        now_s = os.fstat(fresh.fileno()).st_mtime
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as new_file:
+        now_s = os.fstat(new_file.fileno()).st_mtime
     try:
         return _OWNER_ADAPTER.validate_json(text), touched_s, now_s - touched_s
     except ValueError:
@@ -385,8 +385,8 @@ def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, 
     """Return the status, the reason and the exit code of a start, as far as they are known."""
     with contextlib.suppress(OSError):
         is_newer = (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s
-        if is_newer and (told := outcome.read_ending(run_dir)) is not None:
-            return told["status"], told["reason"], told["exit_code"]
+        if is_newer and (ending := outcome.read_ending(run_dir)) is not None:
+            return ending["status"], ending["reason"], ending["exit_code"]
     return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
 
 
@@ -400,11 +400,15 @@ def similar_runs_hint(path: Path) -> str:
     """Return a hint for a path that is not a run: runs inside it, or with similar names."""
     if path.is_dir():
         newest = sorted(_runs_in(path), key=lambda run: run.stat().st_mtime, reverse=True)
-        named = ", ".join(map(str, newest[:_MAX_HINTS]))
-        return f"; the newest runs in it: {named}" if newest else ""
-    beside = {run.name: run for run in _runs_in(path.parent)}
-    near = difflib.get_close_matches(path.name, beside, n=_MAX_HINTS)
-    return f"; did you mean {' or '.join(str(beside[name]) for name in near)}?" if near else ""
+        run_list = ", ".join(map(str, newest[:_MAX_HINTS]))
+        return f"; the newest runs in it: {run_list}" if newest else ""
+    sibling_runs = {run.name: run for run in _runs_in(path.parent)}
+    similar_names = difflib.get_close_matches(path.name, sibling_runs, n=_MAX_HINTS)
+    return (
+        f"; did you mean {' or '.join(str(sibling_runs[name]) for name in similar_names)}?"
+        if similar_names
+        else ""
+    )
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -442,11 +446,11 @@ def remove_new_files(run_dir: Path, initial_files: frozenset[str]) -> list[str]:
     These are prepared data, and what the file system refuses to remove. Files that record the
     refusal stay too, but are not returned.
     """
-    prepared = list_run_files(run_dir / PREPARED_FOLDER)
-    is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
-    kept = {PREPARED_FOLDER} if is_prepared else set()  # otherwise it has only partial files
+    prepared_files = list_run_files(run_dir / PREPARED_FOLDER)
+    is_prepared = prepared_files is None or any(not name.startswith(".") for name in prepared_files)
+    kept_names = {PREPARED_FOLDER} if is_prepared else set()  # otherwise it has only partial files
     for name in {
-        *((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES - kept),
+        *((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES - kept_names),
         STARTING_CONFIG,
     }:
         path = run_dir / name
@@ -484,13 +488,13 @@ def require_permissions(run_dir: Path) -> None:
     Raises:
         AnothersError: if not, with the owner of the files and how to grant permission.
     """
-    kept = [path for path in _paths_to_write(run_dir) if path.exists() and not may_write(path)]
-    kept += [path for path in _paths_to_read(run_dir) if path.exists() and not may_read(path)]
-    if not kept:
+    paths = [path for path in _paths_to_write(run_dir) if path.exists() and not may_write(path)]
+    paths += [path for path in _paths_to_read(run_dir) if path.exists() and not may_read(path)]
+    if not paths:
         return
     raise AnothersError(
-        f"run.dir={run_dir} is a run that this user may not continue: {list_some(kept, 1)} cannot "
-        f"be opened. {describe_missing_permission(kept[0], run_dir)}"
+        f"run.dir={run_dir} is a run that this user may not continue: {list_some(paths, 1)} cannot "
+        f"be opened. {describe_missing_permission(paths[0], run_dir)}"
     )
 
 

@@ -89,8 +89,8 @@ class Layout:
             size = getattr(self, axis)
             stride //= size
             if axis in axes or (axis in _SHARD_AXES and "shard" in axes):
-                own = rank // stride % size
-                ranks = [r + (i - own) * stride for r in ranks for i in range(size)]
+                coordinate = rank // stride % size
+                ranks = [r + (i - coordinate) * stride for r in ranks for i in range(size)]
         return tuple(ranks)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
@@ -112,9 +112,9 @@ def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate
 
     ``GROUPING_AXES`` come last: their ranks are already counted.
     """
-    shown = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
-    groups = [f", {axis} {n}" for axis in GROUPING_AXES if (n := shown.pop(axis, 1)) > 1]
-    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + "".join(groups)
+    shown_sizes = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
+    groups = [f", {axis} {n}" for axis in GROUPING_AXES if (n := shown_sizes.pop(axis, 1)) > 1]
+    return " x ".join(f"{axis} {n}" for axis, n in shown_sizes.items()) + "".join(groups)
 
 
 @dataclass(frozen=True)
@@ -145,21 +145,21 @@ _WHOLE_ROW_LAYERS = ("full_attention", "sliding_attention")
 
 def row_sharing_problems(config: Any, layout: Layout) -> list[str]:
     """Return the reasons why ranks cannot share a model's rows; empty if they can."""
-    said = f"parallel.context={layout.context}"
+    axis = f"parallel.context={layout.context}"
     if layout.num_weight_ranks % layout.context:
         return [
-            f"{said} groups the {layout.num_weight_ranks} ranks of replicate x shard, which it "
+            f"{axis} groups the {layout.num_weight_ranks} ranks of replicate x shard, which it "
             f"must divide; use {format_choices(list_divisors(layout.num_weight_ranks))}"
         ]
-    others = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
-    if others:
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
+    if kinds:
         return [
-            f"{said}: layers of {' and '.join(sorted(others))} in a {config.model_type} model mix "
+            f"{axis}: layers of {' and '.join(sorted(kinds))} in a {config.model_type} model mix "
             "or select tokens other than by attention over the row; use parallel.context=1"
         ]
     if value_shared_by_layers(config, "num_attention_heads") is None:
         return [
-            f"{said}: the layers of a {config.model_type} model differ in their numbers of heads; "
+            f"{axis}: the layers of a {config.model_type} model differ in their numbers of heads; "
             "use parallel.context=1"
         ]
     return []
@@ -215,8 +215,8 @@ def balance_stages(
     """
 
     def counts_with(last: int) -> list[int]:
-        others, more = divmod(num_blocks - last, num_stages - 1)
-        return [others + (i < more) for i in range(num_stages - 1)] + [last]
+        per_stage, remainder = divmod(num_blocks - last, num_stages - 1)
+        return [per_stage + (i < remainder) for i in range(num_stages - 1)] + [last]
 
     def imbalance(counts: list[int]) -> tuple[float, float, float]:
         costs = [*counts[:-1], counts[-1] + head_blocks]
@@ -275,8 +275,8 @@ def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[
         micro_batch = n // (ranks * chunks) * ranks + n % ranks
         return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
 
-    total, ahead = num_micro * chunks, ranks - rank - 1
-    warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
+    total, later_ranks = num_micro * chunks, ranks - rank - 1
+    warm_up = min(total, later_ranks if chunks == 1 else 2 * later_ranks + (chunks - 1) * ranks)
     passes = [nth_pass(n, "forward") for n in range(warm_up)]
     for n in range(total - warm_up):
         passes += [nth_pass(warm_up + n, "forward"), nth_pass(n, "backward")]

@@ -55,10 +55,10 @@ def expected_bytes(
     embedding in a pipeline with reshard=micro, for spread experts, to which tokens are assumed to
     go evenly, and for shared rows, whose few sums of answers and routers are left out.
     """
-    sent: Counter[str] = Counter()
+    bytes_by_kind: Counter[str] = Counter()
     for message in step_messages(plan, micros, recomputes, pp_rank):
-        sent[message.kind] += message.sent_bytes
-    return {kind: num for kind, num in sent.items() if num}
+        bytes_by_kind[message.kind] += message.sent_bytes
+    return {kind: num for kind, num in bytes_by_kind.items() if num}
 
 
 def step_messages(
@@ -126,20 +126,20 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
     and last stage sum the gradient of a tied embedding, which both hold.
     """
     layout, parallel = plan.layout, plan.parallel
-    held, whole = plan.weights_of_rank(pp_rank), Counter[tuple[str, ...]]()
-    for weights in held:
+    weight_groups, unsharded_bytes = plan.weights_of_rank(pp_rank), Counter[tuple[str, ...]]()
+    for weights in weight_groups:
         if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reduction_axes(
                 weights.role == "partial", plan.is_expert_parallel(weights.kind)
             )
-            whole[axes] += weights.num_bytes
-    for axes, num_bytes in whole.items():
+            unsharded_bytes[axes] += weights.num_bytes
+    for axes, num_bytes in unsharded_bytes.items():
         yield _collective(plan, "all_reduce", axes, num_bytes)
     if not plan.size.is_fully_trained:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
-    for weights in filter(plan.is_sharded, held):
+    for weights in filter(plan.is_sharded, weight_groups):
         num_bytes = plan.add_fsdp_padding(weights, itemsize * weights.num_values)
         shards = plan.num_shards(weights)
         yield _collective(
@@ -151,7 +151,7 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
             yield _collective(plan, "all_reduce", ("tensor",), own_bytes)
     if plan.is_tied and layout.pipeline > 1 and pp_rank in (0, layout.pipeline - 1):
         embedding = sum(
-            plan.add_fsdp_padding(w, w.num_bytes) for w in held if w.part == "embedding"
+            plan.add_fsdp_padding(w, w.num_bytes) for w in weight_groups if w.part == "embedding"
         )
         yield Message("all_reduce", FIRST_AND_LAST_STAGE, 2, embedding // layout.shard)
 
@@ -168,22 +168,22 @@ def tensor_messages(
     the gradient of its input, for tokens with loss, and three fp32 numbers for each (these twice if
     logits are recomputed). And what the model's plan gathers.
     """
-    model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
+    model, all_reduce = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
     tokens = sum(tokens for tokens, _ in computed_micros)
     for token_bytes, times in _summed_activations(plan, recomputes, pp_rank):
-        yield over(tokens * token_bytes, times)
+        yield all_reduce(tokens * token_bytes, times)
     if pp_rank == plan.layout.pipeline - 1:
-        most = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // (4 * model.vocab_size))
+        chunk_tokens = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed_micros:
-            times = 2 if loss_tokens > most else 1
-            yield over(loss_tokens * model.hidden_size * plan.activation_itemsize)
-            yield over(loss_tokens * 3 * 4, times)
-    ahead, back = plan.size.gathered_features
-    features = (2 * ahead if recomputes else ahead) + back
-    blocks, of_model = len(plan.blocks_of_rank(pp_rank)), plan.size.blocks(model)
-    if gathered := tokens * plan.itemsize * features * blocks // of_model:
-        yield _collective(plan, "all_gather", ("tensor",), gathered)
+            times = 2 if loss_tokens > chunk_tokens else 1
+            yield all_reduce(loss_tokens * model.hidden_size * plan.activation_itemsize)
+            yield all_reduce(loss_tokens * 3 * 4, times)
+    forward, backward = plan.size.gathered_features
+    features = (2 * forward if recomputes else forward) + backward
+    blocks, model_blocks = len(plan.blocks_of_rank(pp_rank)), plan.size.blocks(model)
+    if gathered_bytes := tokens * plan.itemsize * features * blocks // model_blocks:
+        yield _collective(plan, "all_gather", ("tensor",), gathered_bytes)
 
 
 def _summed_activations(
@@ -194,24 +194,26 @@ def _summed_activations(
     A block has two of matmul outputs forward, and two of gradients of matmul inputs backward
     (arXiv:1909.08053); blocks with experts differ, and linear attention has one more inside.
     """
-    size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
-    usual = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
-    blocks = [(size.block_all_reduces or usual)[number] for number in plan.blocks_of_rank(pp_rank)]
+    size, hidden, wire_itemsize = plan.size, plan.model.hidden_size, plan.activation_itemsize
+    default = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
+    blocks = [
+        (size.block_all_reduces or default)[number] for number in plan.blocks_of_rank(pp_rank)
+    ]
     forward = sum(block.forward for block in blocks)
     router_gradients = sum(block.router_gradients for block in blocks)
     backward, is_first = sum(block.backward for block in blocks), pp_rank == 0
     # A recomputed block repeats its first sums, and stops before its last.
-    again = max(0, forward - len(blocks)) if recomputes else 0
+    num_repeated = max(0, forward - len(blocks)) if recomputes else 0
     # A frozen embedding that no trained norm follows needs no gradient from the first block.
-    unneeded = blocks[0].includes_block_input and is_first and not size.trains_block_input
-    yield hidden * plan.itemsize, forward - router_gradients + again
+    skips_input_grad = blocks[0].includes_block_input and is_first and not size.trains_block_input
+    yield hidden * plan.itemsize, forward - router_gradients + num_repeated
     # Experts' outputs have the dtype of activations between blocks, and are a block's last sum.
-    yield hidden * wire, router_gradients + backward - unneeded
-    inner = sum(block.inner_features for block in blocks)
-    yield wire * inner, int(inner > 0)
+    yield hidden * wire_itemsize, router_gradients + backward - skips_input_grad
+    inner_features = sum(block.inner_features for block in blocks)
+    yield wire_itemsize * inner_features, int(inner_features > 0)
     # What routers get back in fp32: a gradient for each expert of a token.
     yield num_experts_per_token(plan.model) * 4, router_gradients
-    yield hidden * (plan.itemsize if plan.casts_before_gather else wire), int(is_first)
+    yield hidden * (plan.itemsize if plan.casts_before_gather else wire_itemsize), int(is_first)
 
 
 def expert_messages(
@@ -229,12 +231,12 @@ def expert_messages(
     """
     if plan.layout.expert == 1:
         return
-    over = partial(_collective, plan, "all_to_all", ("expert",))
-    mixtures = plan.num_mixture_blocks(pp_rank)
-    forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
+    all_to_all = partial(_collective, plan, "all_to_all", ("expert",))
+    num_mixtures = plan.num_mixture_blocks(pp_rank)
+    forward_passes = 2 if recomputes or plan.parallel.recompute != "none" else 1
     rows = plan.num_activation_values(computed_micros) * num_experts_per_token(plan.model)
-    yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
-    yield over(8 * num_experts(plan.model), mixtures * len(computed_micros))
+    yield all_to_all(rows * plan.activation_itemsize, 2 * num_mixtures * (forward_passes + 1))
+    yield all_to_all(8 * num_experts(plan.model), num_mixtures * len(computed_micros))
 
 
 def context_messages(
@@ -258,18 +260,18 @@ def context_messages(
     tensor = layout.tensor if splits_heads(plan.model) else 1
     heads, groups, width, value_width = head_counts_and_widths(plan.model, tensor)
     tokens = sum(tokens for tokens, _ in computed_micros)
-    forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
+    forward_passes = 2 if recomputes or plan.parallel.recompute != "none" else 1
     blocks, axes = len(plan.blocks_of_rank(pp_rank)), ("context",)
     if plan.row_part().is_head_tail:
-        whole = layout.context * tokens * plan.itemsize * groups * (width + value_width)
-        yield _collective(plan, "all_gather", axes, whole, blocks * forward)
-        yield _collective(plan, "reduce_scatter", axes, whole, blocks)
+        gathered_bytes = layout.context * tokens * plan.itemsize * groups * (width + value_width)
+        yield _collective(plan, "all_gather", axes, gathered_bytes, blocks * forward_passes)
+        yield _collective(plan, "reduce_scatter", axes, gathered_bytes, blocks)
         return
-    groups, times = count_repeated_key_heads(groups, layout.context), blocks * (forward + 1)
-    over = partial(_collective, plan, "all_to_all", axes)
-    out = heads * width + groups * (width + value_width)
-    yield over(tokens * plan.itemsize * out, times)
-    yield over(tokens * plan.itemsize * heads * value_width, times)
+    groups, times = count_repeated_key_heads(groups, layout.context), blocks * (forward_passes + 1)
+    all_to_all = partial(_collective, plan, "all_to_all", axes)
+    out_features = heads * width + groups * (width + value_width)
+    yield all_to_all(tokens * plan.itemsize * out_features, times)
+    yield all_to_all(tokens * plan.itemsize * heads * value_width, times)
 
 
 def head_counts_and_widths(model: Any, tensor: int) -> tuple[int, int, int, int]:
@@ -295,18 +297,18 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     reduce-scatters gradients, per micro-batch. If the base is frozen, trained weights are gathered
     only if they are matrices outside the blocks.
     """
-    size, over = plan.size, partial(_collective, plan)
+    size, collective = plan.size, partial(_collective, plan)
     if stage == 3:
         weights = (
             size.frozen_bytes + size.trained_nonblock_bytes
             if size.frozen_bytes
             else size.trained_bytes
         )
-        yield over("all_gather", AXES, weights, 2 * num_micro)
-        yield over("reduce_scatter", AXES, size.trained_bytes, num_micro)
+        yield collective("all_gather", AXES, weights, 2 * num_micro)
+        yield collective("reduce_scatter", AXES, size.trained_bytes, num_micro)
         return
-    yield over("all_reduce", AXES, size.trained_bytes, num_micro if stage == 2 else 1)
-    yield over("all_gather", AXES, size.trained_bytes)
+    yield collective("all_reduce", AXES, size.trained_bytes, num_micro if stage == 2 else 1)
+    yield collective("all_gather", AXES, size.trained_bytes)
 
 
 def _collective(

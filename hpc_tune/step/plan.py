@@ -89,8 +89,10 @@ class StepPlan:
         if self.layout.pipeline == 1:
             return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
-        routed = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
-        values = sum(w.num_values for w in blocks) - routed * (1 - active_expert_share(self.model))
+        routed_values = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
+        values = sum(w.num_values for w in blocks) - routed_values * (
+            1 - active_expert_share(self.model)
+        )
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
         return assign_stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
@@ -100,9 +102,9 @@ class StepPlan:
 
     def num_mixture_blocks(self, pp_rank: int) -> int:
         """Return how many of a rank's decoder blocks have routed experts."""
-        routed = [weights for weights in self.size.weights if weights.kind == ROUTED_EXPERTS]
+        expert_groups = [weights for weights in self.size.weights if weights.kind == ROUTED_EXPERTS]
         return sum(
-            any(not w.values_by_block or w.values_by_block[block] for w in routed)
+            any(not w.values_by_block or w.values_by_block[block] for w in expert_groups)
             for block in self.blocks_of_rank(pp_rank)
         )
 
@@ -119,21 +121,25 @@ class StepPlan:
         layout, num_blocks = self.layout, self.size.blocks(self.model)
         is_first, is_last = pp_rank == 0, pp_rank == layout.pipeline - 1
         holds = {"blocks": True, "embedding": is_first or (is_last and self.is_tied)}
-        held = []
+        groups = []
         for weights in self.size.weights:
             if not holds.get(weights.part, is_last):
                 continue
-            part = weights.num_values
+            rank_values = weights.num_values
             if weights.part == "blocks":
-                part = weights.num_values_in(self.blocks_of_rank(pp_rank), num_blocks)
+                rank_values = weights.num_values_in(self.blocks_of_rank(pp_rank), num_blocks)
             expert_ranks = layout.expert if weights.kind == ROUTED_EXPERTS else 1
-            ways = expert_ranks * (layout.tensor if weights.role in SLICE_ROLES else 1)
-            num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
+            num_parts = expert_ranks * (layout.tensor if weights.role in SLICE_ROLES else 1)
+            num_bytes = weights.num_bytes * rank_values // (num_parts * max(1, weights.num_values))
             shape = weights.row_shard_shape(
                 expert_ranks * (layout.tensor if weights.role == "slice" else 1)
             )
-            held.append(replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape))
-        return held
+            groups.append(
+                replace(
+                    weights, num_values=rank_values // num_parts, num_bytes=num_bytes, shape=shape
+                )
+            )
+        return groups
 
     def is_expert_parallel(self, kind: str) -> bool:
         """Whether weights of a kind are experts that are spread over ranks of the shard axis."""
@@ -210,8 +216,8 @@ class StepPlan:
 
     def executed_micros(self, micros: Sequence[MicroTokens]) -> list[MicroTokens]:
         """Return the micro-batches that a rank computes, including one-token ones it adds."""
-        kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
-        return [*kept, *[(1, 0)] * self.num_padding_micros(len(kept))]
+        computed_micros = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
+        return [*computed_micros, *[(1, 0)] * self.num_padding_micros(len(computed_micros))]
 
     def num_local_tokens(self, tokens: int) -> int:
         """Return how many of the tokens of rows a rank computes, when several ranks share rows."""

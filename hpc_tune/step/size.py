@@ -70,8 +70,8 @@ class WeightGroup:
         FSDP2 cuts each tensor into shards of equally many rows; the last may get fewer or none.
         ``can_shard_any_dim``: it cuts another dimension instead if the shards divide that one.
         """
-        divided = self.shape if can_shard_any_dim else self.shape[:1]
-        if not divided or any(length % shards == 0 for length in divided):
+        shardable_dims = self.shape if can_shard_any_dim else self.shape[:1]
+        if not shardable_dims or any(length % shards == 0 for length in shardable_dims):
             return num
         rows = self.shape[0]
         return num * (-(-rows // shards) * shards) // rows
@@ -161,16 +161,18 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    packed = {module.get_parameter(name): layer for name, layer in find_packed_weights(module)}
+    packed_layers = {
+        module.get_parameter(name): layer for name, layer in find_packed_weights(module)
+    }
     model = module if isinstance(module, LossModel) else None
     return ModelSize(
         sum(p.numel() for p in frozen)
-        + sum(layer.num_values - p.numel() for p, layer in packed.items()),
+        + sum(layer.num_values - p.numel() for p, layer in packed_layers.items()),
         sum(p.numel() for p in trained),
         sum(p.numel() * p.element_size() for p in frozen),
         sum(p.numel() * p.element_size() for p in trained),
-        sum(map(scale_bytes, packed.values())),
-        () if model is None else _group_weights(model, packed),
+        sum(map(scale_bytes, packed_layers.values())),
+        () if model is None else _group_weights(model, packed_layers),
         (0, 0) if model is None else gathered_features(model),
         () if model is None else count_all_reduces(model),
         sum(_moment_savings_bytes(p) for p in trained) if is_8bit else 0,
@@ -198,7 +200,7 @@ def _group_weights(
     groups: dict[WeightGroup, list[nn.Parameter]] = {}
     for name, p in module.named_parameters():
         part: ModelPart = "blocks" if p in blocks else "embedding" if p in embedding else "end"
-        alike = WeightGroup(
+        group = WeightGroup(
             part,
             roles.get(p, "whole"),
             p.requires_grad,
@@ -206,18 +208,20 @@ def _group_weights(
             kind=kinds.get(p, ""),
             shape=() if p in adapters else tuple(p.shape[:1] if p in packed else p.shape),
         )
-        groups.setdefault(alike, []).append(p)
-    held = []
-    for alike, parameters in groups.items():
+        groups.setdefault(group, []).append(p)
+    weight_groups = []
+    for group, parameters in groups.items():
         values = {p: packed[p].num_values if p in packed else p.numel() for p in parameters}
         num_bytes = sum(p.numel() * p.element_size() for p in parameters)
         values_by_block = [0] * (max(blocks.values()) + 1)
-        for p in parameters if alike.part == "blocks" else ():
+        for p in parameters if group.part == "blocks" else ():
             values_by_block[blocks[p]] += values[p]
-        differ = tuple(values_by_block) if len(set(values_by_block)) > 1 else ()
+        uneven_values = tuple(values_by_block) if len(set(values_by_block)) > 1 else ()
         total = sum(values.values())
-        held.append(replace(alike, num_values=total, num_bytes=num_bytes, values_by_block=differ))
-    return tuple(held)
+        weight_groups.append(
+            replace(group, num_values=total, num_bytes=num_bytes, values_by_block=uneven_values)
+        )
+    return tuple(weight_groups)
 
 
 def _map_blocks_by_parameter(module: LossModel) -> dict[nn.Parameter, int]:
@@ -232,13 +236,15 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     assumed that the tensor and pipeline axes divide everything, even norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.moment_savings_bytes
-    cut = layout.tensor * layout.pipeline
+    num_slices = layout.tensor * layout.pipeline
     if not size.is_fully_trained:
-        routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED_EXPERTS)
-        state -= STATE_COPIES * (routed - routed // layout.expert)
-        frozen = _padded_bytes(size.frozen_bytes, size, layout) // (layout.shard * cut)
-        return frozen + (size.scale_bytes + state) // cut
-    return _padded_bytes(state, size, layout) // (layout.shard * cut)
+        routed_bytes = sum(
+            w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED_EXPERTS
+        )
+        state -= STATE_COPIES * (routed_bytes - routed_bytes // layout.expert)
+        frozen_bytes = _padded_bytes(size.frozen_bytes, size, layout) // (layout.shard * num_slices)
+        return frozen_bytes + (size.scale_bytes + state) // num_slices
+    return _padded_bytes(state, size, layout) // (layout.shard * num_slices)
 
 
 def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
@@ -246,18 +252,18 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
 
     The weights' lengths are those before the tensor axis cuts them.
     """
-    sharded = [w for w in size.weights if w.shape]
-    whole = sum(w.num_bytes for w in sharded)
-    padded = 0
-    for weights in sharded:
+    sharded_weights = [w for w in size.weights if w.shape]
+    total_bytes = sum(w.num_bytes for w in sharded_weights)
+    padded_bytes = 0
+    for weights in sharded_weights:
         if weights.kind == ROUTED_EXPERTS and layout.expert > 1:
-            spread = replace(weights, shape=weights.row_shard_shape(layout.expert))
-            padded += spread.padded_size(
+            rank_weights = replace(weights, shape=weights.row_shard_shape(layout.expert))
+            padded_bytes += rank_weights.padded_size(
                 weights.num_bytes, layout.expert_shard, can_shard_any_dim=True
             )
         else:
-            padded += weights.padded_size(weights.num_bytes, layout.shard)
-    return num_bytes * padded // whole if whole else num_bytes
+            padded_bytes += weights.padded_size(weights.num_bytes, layout.shard)
+    return num_bytes * padded_bytes // total_bytes if total_bytes else num_bytes
 
 
 def max_activation_bytes(model: Any, tokens: int) -> int:
@@ -269,12 +275,14 @@ def max_activation_bytes(model: Any, tokens: int) -> int:
     gate and up, the activation, and their product.
     """
     hidden: int = model.hidden_size
-    of_token = 68 * hidden
+    token_bytes = 68 * hidden
     if has_experts(model):
-        of_token += 4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_experts_per_token(model)
-    kept: int = of_token * tokens * model.num_hidden_layers
-    logits: int = 8 * tokens * model.vocab_size
-    return kept + logits
+        token_bytes += (
+            4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_experts_per_token(model)
+        )
+    block_bytes: int = token_bytes * tokens * model.num_hidden_layers
+    logits_bytes: int = 8 * tokens * model.vocab_size
+    return block_bytes + logits_bytes
 
 
 def _expert_inner_size(model: Any) -> int:
@@ -299,13 +307,15 @@ def weight_flops_per_token(size: ModelSize, model: Any) -> float:
     counts only if it is also the head, and routed experts only as far as a token uses them.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    of_input = [w for w in size.weights if w.part == "embedding" and w.is_trained]
-    is_whole = size.is_fully_trained or sum(w.num_values for w in of_input) >= embedding > 0
-    routed = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
-    idle = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in routed)
-    idle *= 1 - active_expert_share(model)
-    return weights - (6.0 if is_whole else 4.0) * embedding - idle
+    flops = 4.0 * size.num_frozen + 6.0 * size.num_trained
+    input_embeddings = [w for w in size.weights if w.part == "embedding" and w.is_trained]
+    trains_embedding = (
+        size.is_fully_trained or sum(w.num_values for w in input_embeddings) >= embedding > 0
+    )
+    expert_groups = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
+    idle_flops = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in expert_groups)
+    idle_flops *= 1 - active_expert_share(model)
+    return flops - (6.0 if trains_embedding else 4.0) * embedding - idle_flops
 
 
 def attention_flops(model: Any, lengths: Sequence[int]) -> float:
@@ -316,6 +326,6 @@ def attention_flops(model: Any, lengths: Sequence[int]) -> float:
     """
     scores = 0
     for window, num_layers in Counter(layer_windows(model)).items():
-        further = (max(0, length - (window or length)) for length in lengths)
-        scores += num_layers * (sum(n * n for n in lengths) - sum(n * n for n in further))
+        excess_lengths = (max(0, length - (window or length)) for length in lengths)
+        scores += num_layers * (sum(n * n for n in lengths) - sum(n * n for n in excess_lengths))
     return 6.0 * model.hidden_size * scores

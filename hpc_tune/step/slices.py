@@ -195,8 +195,8 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
     roles: dict[nn.Parameter, TensorRole] = {}
     for stack, dim, _ in list_stack_slices(layer, config, path):
         roles[stack.parameter] = "inner slice"
-        for sliced, whole, cut in stack.list_adapter_slices(dim):
-            roles[sliced.weight] = "inner slice" if cut else "slice"
+        for sliced, whole, cut_dim in stack.list_adapter_slices(dim):
+            roles[sliced.weight] = "inner slice" if cut_dim else "slice"
             roles[whole.weight] = "partial"
     return roles
 
@@ -281,5 +281,5 @@ def find_expert_stacks(layer: Any) -> list[ExpertStack]:
     while hasattr(layer, "base_layer"):
         adapters[layer.parameter_name] = [(layer.lora_A[n], layer.lora_B[n]) for n in layer.lora_A]
         layer = layer.base_layer
-    own = [name for name, p in layer.named_parameters(recurse=False) if p.dim() == 3]
-    return [ExpertStack(name, layer, adapters.get(name, [])) for name in own]
+    stack_names = [name for name, p in layer.named_parameters(recurse=False) if p.dim() == 3]
+    return [ExpertStack(name, layer, adapters.get(name, [])) for name in stack_names]

@@ -75,20 +75,20 @@ class StepStatus:
 
         Each sum is rounded only once, so that it does not depend on the order of the ranks.
         """
-        *own, levels, loss_tokens_by_source = astuple(self)
-        numbers = [*own, *levels, *loss_tokens_by_source]
+        *scalars, levels, loss_tokens_by_source = astuple(self)
+        numbers = [*scalars, *levels, *loss_tokens_by_source]
         values_by_rank = comm.gather_by_value([*numbers, *astuple(usage)])
         sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
-        sources_start = len(own) + len(levels)
+        sources_start = len(scalars) + len(levels)
         terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
-            : len(own)
+            : len(scalars)
         ]
-        summed = StepStatus(
+        total_status = StepStatus(
             *(terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
-            levels=tuple(sums[len(own) : sources_start]),
+            levels=tuple(sums[len(scalars) : sources_start]),
             loss_tokens_by_source=tuple(sums[sources_start:]),
         )
-        return summed, UsageByRank(*values_by_rank[len(numbers) :])
+        return total_status, UsageByRank(*values_by_rank[len(numbers) :])
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Control:
         for wait_s in saver.pop_waits_s():
             self._clock.record_wait(wait_s)
         micro_size = trainer.loader.micro_size
-        need = self._governor.act_on_levels(status.levels, step)
-        stop_reason = stop_reason or (need.words if need else None)
+        shortage = self._governor.act_on_levels(status.levels, step)
+        stop_reason = stop_reason or (shortage.words if shortage else None)
         if stop_reason:
             saver.finish()
         # A save that is due by the clock waits for the one before it. A stop retries a failed one.
@@ -180,7 +180,7 @@ class Control:
             self._save()
         if stop_reason:
             saver.finish()
-            facts = outcome_facts(need, self._governor.actions_taken) if need else {}
+            facts = outcome_facts(shortage, self._governor.actions_taken) if shortage else {}
             self._stop_outcome = stopped_outcome(stop_reason, saver.committed_step, facts)
             return StepDecision(should_continue=False)
         if trainer.loader.micro_size != micro_size:
@@ -223,7 +223,7 @@ class Control:
         self._governor.observe(sample)
         self._faults.at("extremes", step)
         status = self._status
-        finished = FinishedStep(
+        finished_step = FinishedStep(
             step,
             trainer.lr,
             self._batches,
@@ -237,10 +237,12 @@ class Control:
             [int(tokens) for tokens in status.loss_tokens_by_source],
         )
         recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
-        self.recorder.prepare_record(finished, sample, recomputes)
+        self.recorder.prepare_record(finished_step, sample, recomputes)
         self._profile.finish_step(step, result, trainer.data_s)
-        every = self._settings.every_steps
-        saves = step == trainer.total_steps or (every is not None and step % every == 0)
+        save_interval = self._settings.every_steps
+        saves = step == trainer.total_steps or (
+            save_interval is not None and step % save_interval == 0
+        )
         evaluates = self._evaluation.is_due(step)
         if saves or evaluates:  # the step's metrics are written before those of the evaluation
             self.recorder.record_now()
@@ -291,7 +293,10 @@ class Control:
 
     def _agree_on_stop_reason(self, reason: str | None) -> str:
         """Return the stop reason of the lowest rank that has one. Collective."""
-        return next((own for own in self._comm.gather(reason) if own is not None), "time limit")
+        return next(
+            (rank_reason for rank_reason in self._comm.gather(reason) if rank_reason is not None),
+            "time limit",
+        )
 
     def _require_finite(self, result: StepResult) -> None:
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
@@ -337,10 +342,10 @@ class Control:
             Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.EVALUATE,
             f"evaluating after step {step}",
         )
-        measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
-        if measured is not None:
+        result = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
+        if result is not None:
             _, loss = self._evaluation.evals.last or (step, math.nan)
-            self.recorder.metrics.record_evaluation(step, loss, measured)
+            self.recorder.metrics.record_evaluation(step, loss, result)
 
 
 def prepare_control(

@@ -117,16 +117,16 @@ def require_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
         DataError: if a source is missing, damaged, of an unknown kind, or a mix of kinds.
     """
     cache = Path(data.cache or run_dir / "data")
-    for wanted in (*list_training_sources(data), *list_eval_sources(data)):
-        if wanted.part != "held-out":
+    for source in (*list_training_sources(data), *list_eval_sources(data)):
+        if source.part != "held-out":
             comm.run_on_rank_0(
-                f"looking for {wanted.setting}", partial(_require_source, wanted, cache)
+                f"looking for {source.setting}", partial(_require_source, source, cache)
             )
 
 
-def _require_source(wanted: SourceConfig, cache: Path) -> None:
-    paths = wanted.path
-    with prefix_errors_with_source(wanted):
+def _require_source(source: SourceConfig, cache: Path) -> None:
+    paths = source.path
+    with prefix_errors_with_source(source):
         if is_prepared(paths):
             TokenStore.open(Path(join_paths(paths)))
             return
@@ -135,13 +135,13 @@ def _require_source(wanted: SourceConfig, cache: Path) -> None:
         except DataError as error:
             if any(Path(path).exists() for path in as_list(paths)):
                 raise
-            beside = find_prepared_files(paths, [cache, Path(as_list(paths)[0]).parent])
-            if not beside:
+            prepared_files = find_prepared_files(paths, [cache, Path(as_list(paths)[0]).parent])
+            if not prepared_files:
                 raise
-            setting = "path" if wanted.name else wanted.setting
+            setting = "path" if source.name else source.setting
             raise DataError(
-                f"{error}; {beside[-1]} was prepared from it: use that, as in "
-                f"{setting}={beside[-1]}"
+                f"{error}; {prepared_files[-1]} was prepared from it: use that, as in "
+                f"{setting}={prepared_files[-1]}"
             ) from None
 
 
@@ -160,8 +160,8 @@ def open_data(
     sources, held_out = open_sources(config.data, comm, job.dir, lazy_tokenizer, config.tune.form)
     comm.run_on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
-    step, saved = comm.run_on_rank_0("looking at the data", lambda: _read_position(checkpoint))
-    rows = build_rows(config.data, sources, order, saved, comm)
+    step, position = comm.run_on_rank_0("looking at the data", lambda: _read_position(checkpoint))
+    rows = build_rows(config.data, sources, order, position, comm)
     size = config.batch.global_size
     loader = Loader(
         rows,
@@ -177,8 +177,8 @@ def open_data(
         loader.total_rows = total_steps * size
     else:
         loader.total_rows = rows.row_at(config.train.epochs or 1)
-        consumed = (saved or {}).get("rows", 0)
-        total_steps = step + math.ceil(max(0, loader.total_rows - consumed) / size)
+        consumed_rows = (position or {}).get("rows", 0)
+        total_steps = step + math.ceil(max(0, loader.total_rows - consumed_rows) / size)
     data = Data(sources, held_out, loader, total_steps)
     if data.mixture is not None:
         check = partial(check_source_repeats, config.data.sources or (), data.mixture.phases)
@@ -202,9 +202,9 @@ def _warn_unknown_stop_token(lazy_tokenizer: LazyTokenizer, counters: Counters) 
     """Warn if answers end with a token at which other tools would not stop."""
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
     if has_prompts and (
-        why := describe_unknown_stop_token(lazy_tokenizer.tokenizer, lazy_tokenizer.model_dir)
+        warning := describe_unknown_stop_token(lazy_tokenizer.tokenizer, lazy_tokenizer.model_dir)
     ):
-        log.warning("%s", why)
+        log.warning("%s", warning)
 
 
 def describe_unknown_stop_token(tokenizer: Any, model_dir: Path) -> str | None:
@@ -213,9 +213,9 @@ def describe_unknown_stop_token(tokenizer: Any, model_dir: Path) -> str | None:
     stops = stop_ids(tokenizer, model_dir)
     if end is None or tokenizer.convert_tokens_to_ids(end) in stops:
         return None
-    others = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops)))) or "nothing"
+    stop_tokens = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops)))) or "nothing"
     return (
-        f"answers end with {end}, but by the model's files generation ends with {others}: "
+        f"answers end with {end}, but by the model's files generation ends with {stop_tokens}: "
         f"other tools will not stop after an answer. Add {end}, "
         f"{tokenizer.convert_tokens_to_ids(end)}, to eos_token_id in generation_config.json of "
         "model.path, which exports copy, or set it in the tool (hpc_tune generate stops there)"
@@ -275,16 +275,16 @@ def open_sources(
 ) -> tuple[list[OpenSource], list[OpenSource]]:
     """Open the training and held-out sources; prepare raw ones first. Collective."""
     training, held_out = list_training_sources(data), list_eval_sources(data)
-    apart = [] if data.eval_fraction else held_out
-    comm.run_on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
+    separate_sources = [] if data.eval_fraction else held_out
+    comm.run_on_rank_0("looking at the data", partial(_warn_overlap, training, separate_sources))
     tokenizers = {data.chat_template: lazy_tokenizer}
 
-    def open_source(wanted: SourceConfig) -> OpenSource:
-        template = wanted.data.chat_template
+    def open_source(source: SourceConfig) -> OpenSource:
+        template = source.data.chat_template
         lazy = tokenizers.setdefault(template, LazyTokenizer(lazy_tokenizer.model_dir, template))
-        what = wanted.path, wanted.data, lazy, comm, run_dir, wanted.part, form
-        with prefix_errors_with_source(wanted):
-            return limit_documents(wanted, open_or_prepare(*what), warns=comm.is_rank_0)
+        arguments = source.path, source.data, lazy, comm, run_dir, source.part, form
+        with prefix_errors_with_source(source):
+            return limit_documents(source, open_or_prepare(*arguments), warns=comm.is_rank_0)
 
     return [*map(open_source, training)], [*map(open_source, held_out)]
 
@@ -294,31 +294,36 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
     labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
     if not labels:
         return
-    good = sum(int(np.count_nonzero(source_labels)) for source_labels in labels)
-    others = sum(map(len, labels)) - good
+    num_desirable = sum(int(np.count_nonzero(source_labels)) for source_labels in labels)
+    num_undesirable = sum(map(len, labels)) - num_desirable
     require_both_labels(
-        good, others, ", ".join(source.store.attributes.source for source in sources)
+        num_desirable,
+        num_undesirable,
+        ", ".join(source.store.attributes.source for source in sources),
     )
     weights = tune.coefficients["desirable_weight"], tune.coefficients["undesirable_weight"]
-    if why := describe_label_imbalance(good, others, *weights):
-        log.warning("%s", why)
+    if warning := describe_label_imbalance(num_desirable, num_undesirable, *weights):
+        log.warning("%s", warning)
 
 
 def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceConfig]) -> None:
     """Warn of files that are both trained and evaluated on, or that several sources read."""
     for one, other in itertools.combinations(training, 2):
-        if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
+        if shared_files := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
-                "%s and %s both read %s: it is learned twice", one.setting, other.setting, same[0]
+                "%s and %s both read %s: it is learned twice",
+                one.setting,
+                other.setting,
+                shared_files[0],
             )
     for one, other in itertools.product(training, held_out):
-        if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
+        if shared_files := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
                 "%s and %s both read %s: held-out loss on training data says nothing about new "
                 "data. Name the held-out split, or use data.eval_fraction",
                 other.setting,
                 one.setting,
-                list_some(same, 1),
+                list_some(shared_files, 1),
             )
 
 
@@ -373,8 +378,8 @@ def preparation_settings(
 ) -> PrepareSettings:
     """Return the preparation settings that follow from the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
-    reading = ReadOptions(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
-    return PrepareSettings(data.seq_len, data.loss_on, reading)
+    read_options = ReadOptions(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
+    return PrepareSettings(data.seq_len, data.loss_on, read_options)
 
 
 def prepare_file(

@@ -51,11 +51,11 @@ class RunEnergyMeter:
 
         After several starts, the line in the log sums all starts that recorded their energy.
         """
-        own: tuple[dict[str, tuple[Any, ...]], bool] | None = None
+        node_energy: tuple[dict[str, tuple[Any, ...]], bool] | None = None
         if self._meter is not None:
             parts = {part: astuple(energy) for part, energy in self._meter.end().items()}
-            own = parts, _has_all_cpus()
-        rows = [row for row in self._job.setup_comm.gather(own) if row is not None]
+            node_energy = parts, _has_all_cpus()
+        rows = [row for row in self._job.setup_comm.gather(node_energy) if row is not None]
         if not self._job.setup_comm.is_rank_0:
             return
         nodes = [{name: PartEnergy(*part) for name, part in parts.items()} for parts, _ in rows]
@@ -78,11 +78,15 @@ def _gpu_addresses_of_node(comm: Comm) -> list[str] | None:
         address = pci_address(torch.cuda.get_device_properties(comm.device))
     node = comm.world.node
     ranks = [
-        (rank, own) for rank, (of, own) in enumerate(comm.gather((node, address))) if of == node
+        (rank, rank_address)
+        for rank, (rank_node, rank_address) in enumerate(comm.gather((node, address)))
+        if rank_node == node
     ]
     if ranks[0][0] != comm.world.rank:
         return None
-    return list(dict.fromkeys(own for _, own in ranks if own is not None))
+    return list(
+        dict.fromkeys(rank_address for _, rank_address in ranks if rank_address is not None)
+    )
 
 
 def _has_all_cpus() -> bool:
@@ -97,30 +101,30 @@ def sum_node_energy(nodes: Sequence[EnergyByPart], are_exclusive: bool) -> dict[
     ``are_exclusive``: no other job has CPUs on these nodes.
     """
     total_j, joules = 0.0, dict.fromkeys((WHOLE_NODES, GPUS, CPUS, MEMORY), 0.0)
-    whole = known = 0
+    num_whole = num_known = 0
     for parts in nodes:
         node = parts.get(NODE, PartEnergy())
-        own = {
+        parts_j = {
             name: _measured_energy_j(name, parts[name])
             for name in (GPUS, CPUS, MEMORY)
             if name in parts
         }
-        for name, own_j in own.items():
-            joules[name] += own_j
+        for name, part_j in parts_j.items():
+            joules[name] += part_j
         if node.num_counted:
-            whole, joules[WHOLE_NODES] = whole + 1, joules[WHOLE_NODES] + node.joules
-        known += bool(node.num_counted or any(own.values()))
-        total_j += node.joules if node.num_counted else sum(own.values())
-    others = whole > 0 or joules[CPUS] > 0 or joules[MEMORY] > 0
+            num_whole, joules[WHOLE_NODES] = num_whole + 1, joules[WHOLE_NODES] + node.joules
+        num_known += bool(node.num_counted or any(parts_j.values()))
+        total_j += node.joules if node.num_counted else sum(parts_j.values())
+    may_include_others = num_whole > 0 or joules[CPUS] > 0 or joules[MEMORY] > 0
     return {
-        "total_j": total_j if known else None,
+        "total_j": total_j if num_known else None,
         "joules": {name: value for name, value in joules.items() if value},
         "nodes": len(nodes),
-        "nodes_as_a_whole": whole,
+        "nodes_as_a_whole": num_whole,
         "missing": _describe_missing_energy(
             [parts for parts in nodes if not _has_counter(parts, NODE)], len(nodes)
         ),
-        "has_others": others and not are_exclusive,
+        "has_others": may_include_others and not are_exclusive,
     }
 
 
@@ -134,21 +138,23 @@ def _measured_energy_j(name: str, part: PartEnergy) -> float:
 
 def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
     """Return what is missing for nodes without a counter of the whole node, and why."""
-    found = []
+    descriptions = []
     for name in (GPUS, CPUS, MEMORY, NODE):
-        lacking = [
+        incomplete_parts = [
             parts[name]
             for parts in nodes
             if name in parts and parts[name].num_counted < parts[name].total
         ]
-        if not lacking:
+        if not incomplete_parts:
             continue
-        of = f" of {len(lacking)} of {num_nodes} nodes" if num_nodes > 1 else ""
-        what = f"{name}{of}"
+        share = f" of {len(incomplete_parts)} of {num_nodes} nodes" if num_nodes > 1 else ""
+        subject = f"{name}{share}"
         if name == GPUS:
             total = sum(parts[GPUS].total for parts in nodes if GPUS in parts)
-            what = f"{sum(part.total - part.num_counted for part in lacking)} of {total} GPUs"
+            subject = (
+                f"{sum(part.total - part.num_counted for part in incomplete_parts)} of {total} GPUs"
+            )
         elif name == NODE:
-            what = f"the whole node{of}"
-        found.append(f"{what} ({lacking[0].reason})")
-    return found
+            subject = f"the whole node{share}"
+        descriptions.append(f"{subject} ({incomplete_parts[0].reason})")
+    return descriptions

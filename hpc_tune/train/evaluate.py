@@ -33,7 +33,7 @@ HeldOutBatches = Mapping[str, BatchFactory]
 
 def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> HeldOutBatches:
     """Return functions that yield this rank's batches of held-out data, by source name."""
-    config, found = model.config, {}
+    config, batches_by_source = model.config, {}
     for number, source in enumerate(data.held_out):
         held_out = HeldOutRows(
             source.store,
@@ -45,8 +45,8 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
         )
         if data.eval_references:
             held_out.set_reference_log_probs(data.eval_references[number])
-        found[source.name] = partial(_iter_batches, held_out, data.loader)
-    return found
+        batches_by_source[source.name] = partial(_iter_batches, held_out, data.loader)
+    return batches_by_source
 
 
 def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
@@ -165,11 +165,11 @@ class Evaluation:
         began_s = time.monotonic()
         losses, all_sums, num = {}, [0.0] * self._plan.num_sums, 0
         for name, make_batches in self._batches.items():
-            measured = self._evaluate_source(engine, make_batches, margin_s)
-            if measured is None:
+            source_result = self._evaluate_source(engine, make_batches, margin_s)
+            if source_result is None:
                 log.info("step %d: evaluation interrupted to stop in time", step)
                 return None
-            sums, terms, num_of_source = measured
+            sums, terms, num_of_source = source_result
             losses[name] = sums[0] / (terms or 1.0)
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
             num += num_of_source
@@ -178,21 +178,27 @@ class Evaluation:
         loss = sum(losses.values()) / len(losses)
         eval_s, measures = time.monotonic() - began_s, compute_metrics(all_sums, num)
         self.evals = self.evals.with_eval(step, loss, measures.get("chosen_log_prob"))
-        for name, own in losses.items():
-            if not math.isfinite(own):
+        for name, source_loss in losses.items():
+            if not math.isfinite(source_loss):
                 log.warning(
                     "step %d: the held-out loss%s is %s; it never counts as the best",
-                    *(step, f" of {name}" if name else "", own),
+                    *(step, f" of {name}" if name else "", source_loss),
                     extra=LOG_ON_RANK_0_ONLY,
                 )
-        over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        also = f", {format_metrics(measures)}" if measures else ""
+        count_text = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
+        metrics_text = f", {format_metrics(measures)}" if measures else ""
         if list(losses) == [""]:
             losses = {}
-        each = ", ".join(f"{name} {own:.4f}" for name, own in losses.items())
-        of = f", the mean of {each}," if len(losses) > 1 else f" ({each})" if each else ""
+        values = ", ".join(f"{name} {source_loss:.4f}" for name, source_loss in losses.items())
+        note = f", the mean of {values}," if len(losses) > 1 else f" ({values})" if values else ""
         log.info(
-            "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
+            "step %d: held-out loss %.4f%s over %s%s (%.1fs)",
+            step,
+            loss,
+            note,
+            count_text,
+            metrics_text,
+            eval_s,
         )
         if len(self.evals.chosen) == facts.MIN_LOG_PROB_FALLS + 1:  # once per falling streak
             log.warning(
@@ -221,8 +227,8 @@ class Evaluation:
 
         kl = 0.0
         if self._has_labels:
-            others = (b.mismatched for b in batches() if b.mismatched is not None)
-            kl = mean_kl(engine, others, self._comm)
+            mismatched = (b.mismatched for b in batches() if b.mismatched is not None)
+            kl = mean_kl(engine, mismatched, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
         sums, terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
         is_tokens = self._plan.num_sums == 1
@@ -234,7 +240,7 @@ class Evaluation:
         """
         first, last = self.evals.first, self.evals.last
         if first is not None and last is not None and first != last:
-            (since, before), (until, after) = first, last
-            change = f" ({100 * (after / before - 1):+.1f}%)" if before else ""
-            steps = "" if self._batches else f" from step {since} to step {until}"
-            log.info("held-out loss %.4f -> %.4f%s%s", before, after, change, steps)
+            (first_step, first_loss), (last_step, last_loss) = first, last
+            change = f" ({100 * (last_loss / first_loss - 1):+.1f}%)" if first_loss else ""
+            steps = "" if self._batches else f" from step {first_step} to step {last_step}"
+            log.info("held-out loss %.4f -> %.4f%s%s", first_loss, last_loss, change, steps)

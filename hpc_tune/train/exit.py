@@ -85,8 +85,8 @@ def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[N
     except KeyboardInterrupt:
         fail_run(comm, InterruptError(), run_dir)
     except Exception as error:
-        why = explain_import_failure(error)  # of a package: ranks import some late
-        fail_run(comm, error if why is None else ConfigError(why), run_dir)
+        reason = explain_import_failure(error)  # of a package: ranks import some late
+        fail_run(comm, error if reason is None else ConfigError(reason), run_dir)
 
 
 @contextmanager
@@ -128,9 +128,9 @@ def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> N
 
 def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int:
     _clean_up_refused_start(comm, error, run_dir)
-    code, reported = _report(comm, error, run_dir)
+    code, has_reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
-    if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
+    if comm is not None and run_dir is not None and (has_reported or comm.is_rank_0):
         release_lock(run_dir, comm.nonce)
     return code
 
@@ -142,9 +142,15 @@ def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Pa
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    before, is_refused = comm.resume_point.before, find_exit_code(error) == EXIT_USER_ERROR
-    if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
-        words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
+    initial_files, is_refused = comm.resume_point.before, find_exit_code(error) == EXIT_USER_ERROR
+    if (
+        initial_files is not None
+        and is_refused
+        and (remaining_files := remove_new_files(run_dir, initial_files))
+    ):
+        words = (
+            "prepared data" if remaining_files == [PREPARED_FOLDER] else ", ".join(remaining_files)
+        )
         print_line(f"this start left {words} in run.dir={run_dir}")
 
 
@@ -182,10 +188,10 @@ def _print_failure(failure: Failure, comm: Comm | None, run_dir: Path | None) ->
     """Print the failure and write its details to a file; return it with the file's name."""
     if failure.details is not None:
         rank = 0 if comm is None else comm.world.rank
-        kept = append_failure_details(failure.details, run_dir, rank)
-        if kept is not None:
-            facts = {**failure.facts, "details": str(kept)}
-            failure = Failure(failure.who, f"{failure.reason} Details: {kept}", facts)
+        details_file = append_failure_details(failure.details, run_dir, rank)
+        if details_file is not None:
+            facts = {**failure.facts, "details": str(details_file)}
+            failure = Failure(failure.who, f"{failure.reason} Details: {details_file}", facts)
     print_failure(failure)
     return failure
 
@@ -195,19 +201,19 @@ def _add_checkpoint_advice(failure: Failure, comm: Comm | None, error: BaseExcep
     step = None if comm is None else comm.resume_point.step
     if find_exit_code(error) != EXIT_FAILED:
         return failure
-    said = [failure.reason.rstrip(".")]
+    sentences = [failure.reason.rstrip(".")]
     if step is not None and "last checkpoint" not in failure.reason.lower():
-        said.append(f"Last checkpoint: step {step}" if step else "Nothing is saved yet")
+        sentences.append(f"Last checkpoint: step {step}" if step else "Nothing is saved yet")
     if failure.facts or is_broken_connection(error):
-        again = "to start again" if step == 0 else "to resume from there" if step else ""
-        others = ", on other hosts too," if failure.facts.get("lost_hosts") else ""
-        said.append(f"Rerun the same command{others} {again}".rstrip(" ,"))
+        purpose = "to start again" if step == 0 else "to resume from there" if step else ""
+        hosts_note = ", on other hosts too," if failure.facts.get("lost_hosts") else ""
+        sentences.append(f"Rerun the same command{hosts_note} {purpose}".rstrip(" ,"))
     facts = dict(failure.facts)
     if comm is not None:
         facts["during"] = comm.activity[0]
     if step is not None:
         facts["last_checkpoint"] = step
-    return replace(failure, reason=". ".join(said) + ".", facts=facts)
+    return replace(failure, reason=". ".join(sentences) + ".", facts=facts)
 
 
 def _first_reported_code(
@@ -217,15 +223,17 @@ def _first_reported_code(
 
     Both sides of a network split report it; the report of the rank with the store counts.
     """
-    reported = None
+    peer_outcome = None
     if run_dir is not None:
         start = None if comm is None else comm.nonce
-        reported = outcome.read_outcome_of_start(run_dir, start, process_start_s())
-    if reported is None:  # the file may become visible later than the rank's message arrives
+        peer_outcome = outcome.read_outcome_of_start(run_dir, start, process_start_s())
+    if peer_outcome is None:  # the file may become visible later than the rank's message arrives
         return None if comm is None or comm.watch is None else comm.watch.reported_exit_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
     is_cut_from = isinstance(error, LostHostError) and has_store
-    return None if is_cut_from and reported.get("lost_hosts") else int(reported["exit_code"])
+    return (
+        None if is_cut_from and peer_outcome.get("lost_hosts") else int(peer_outcome["exit_code"])
+    )
 
 
 def _may_be_consequence(error: BaseException) -> bool:
@@ -298,11 +306,11 @@ class StartupWatchdog:
             )
 
     def _make_error(self, reason: str) -> ResumableStop:
-        doing, is_too_short = self._comm.activity[0], reason == "time limit"
-        words = f"stopped while {doing} ({reason})"
+        activity, is_too_short = self._comm.activity[0], reason == "time limit"
+        words = f"stopped while {activity} ({reason})"
         if is_too_short:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
-            words = f"{limit} ended while {doing}, before a step was done"
+            words = f"{limit} ended while {activity}, before a step was done"
         step = self._resume_point.step
         return ResumableStop(reason, step, words=words, can_rerun=not is_too_short)
 
@@ -330,7 +338,7 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
         beat,
         faults,
     )
-    asked, limit = memory.host_limit, monitor.limit
+    requested_limit, limit = memory.host_limit, monitor.limit
     if monitor.ranks_bytes() >= limit.num_bytes:
         raise MemoryBudgetError(
             f"{limit.source} grants {format_bytes(limit.num_bytes)} of host memory on "
@@ -338,10 +346,10 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
             f"{format_bytes(monitor.ranks_bytes())} before the model is loaded; request more "
             "memory, or start fewer ranks per node"
         )
-    if world.rank == 0 and asked is not None and limit.num_bytes < asked:
+    if world.rank == 0 and requested_limit is not None and limit.num_bytes < requested_limit:
         log.warning(
             "memory.host_limit=%s has no effect: %s grants %s",
-            format_bytes(asked),
+            format_bytes(requested_limit),
             limit.source,
             format_bytes(limit.num_bytes),
         )
@@ -368,20 +376,22 @@ class MemoryExit:
             return error
         device = self._monitor.device
         if device is not None and is_device_oom(error):
-            need = self._monitor.device_shortage(device.sample())
+            shortage = self._monitor.device_shortage(device.sample())
         else:
             sample = self._monitor.take_peaks()
-            need = self._monitor.host_shortage(sample.host_bytes if sample else 0)
-        words = f"{need.words}; an allocation failed: {describe_failed_allocation(error)}"
-        return self._make_error(replace(need, words=words))
+            shortage = self._monitor.host_shortage(sample.host_bytes if sample else 0)
+        words = f"{shortage.words}; an allocation failed: {describe_failed_allocation(error)}"
+        return self._make_error(replace(shortage, words=words))
 
     def _make_error(self, need: MemoryShortage) -> ResumableStop:
         advice = f"Before training there is no memory-saving action: {MORE_MEMORY_ADVICE}"
-        taken: list[str] = []
+        actions_taken: list[str] = []
         if self.governor is not None:
-            advice, taken = self.governor.advice(need), self.governor.actions_taken
+            advice, actions_taken = self.governor.advice(need), self.governor.actions_taken
         step = self._resume_point.step or 0
         words = (
             f"stopped before memory ran out while {self._comm.activity[0]}: {need.words}. {advice}"
         )
-        return ResumableStop(f"{need.words}. {advice}", step, outcome_facts(need, taken), words)
+        return ResumableStop(
+            f"{need.words}. {advice}", step, outcome_facts(need, actions_taken), words
+        )

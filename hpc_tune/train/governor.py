@@ -70,16 +70,17 @@ class Governor:
         if monitor.mode != "on":
             return
         actions = {action.value: action for action in Action}
-        taken = tuple(
+        taken_actions = tuple(
             actions[name] for name in previous_run.actions if actions.get(name) in memory_actions
         )
-        self._policy = PolicyState(taken)
+        self._policy = PolicyState(taken_actions)
         if previous_run.exhausted_memory is not None:
-            taken = next_actions_after_oom(
-                taken, self._available_actions(previous_run.exhausted_memory)
+            taken_actions = next_actions_after_oom(
+                taken_actions, self._available_actions(previous_run.exhausted_memory)
             )
         self._policy = PolicyState(
-            taken, num_permanent=0 if monitor.device is None else _count_permanent_actions(taken)
+            taken_actions,
+            num_permanent=0 if monitor.device is None else _count_permanent_actions(taken_actions),
         )
         for action in dict.fromkeys(self._policy.taken_actions):
             self._set_level(action)
@@ -112,7 +113,7 @@ class Governor:
 
     def status(self) -> tuple[float, ...]:
         """Return this rank's part of the boundary's sums: 1.0 for each level it has reached."""
-        return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
+        return tuple(float(own_level >= level) for own_level in self._levels for level in _LEVELS)
 
     def act_on_levels(self, level_counts: Sequence[float], step: int) -> MemoryShortage | None:
         """Act on the ranks' levels; return the shortage if the run must leave. Collective."""
@@ -125,17 +126,19 @@ class Governor:
             self._policy, decision = self._decide_action(host, device)
         if decision is None and level == self._reported:
             return None
-        own = self._local_fill("device" if device >= host else "host")
-        worst = max(self._comm.gather(own), key=lambda share: share.used_fraction)
+        local_fill = self._local_fill("device" if device >= host else "host")
+        worst = max(self._comm.gather(local_fill), key=lambda share: share.used_fraction)
         if level != self._reported:
             self._reported = level
             self._report(step, worst, f"memory is {level.description}", level=level.name.lower())
         if decision is None:
             return None
         if decision.action == Action.LEAVE:
-            why = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
-            why = "" if worst.need.memory == "device" else why
-            return replace(worst.need, words=f"{worst.need.words}{why}. {self.advice(worst.need)}")
+            trend = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
+            trend = "" if worst.need.memory == "device" else trend
+            return replace(
+                worst.need, words=f"{worst.need.words}{trend}. {self.advice(worst.need)}"
+            )
         self._perform_action(decision, step, worst)
         return None
 
@@ -156,7 +159,9 @@ class Governor:
             return decide_after_device_oom(self._policy, self._available_actions("device"))
         level = max(host, device)
         exhausted_memory = [
-            memory_kind for memory_kind, own in (("host", host), ("device", device)) if own == level
+            memory_kind
+            for memory_kind, kind_level in (("host", host), ("device", device))
+            if kind_level == level
         ]
         return decide_action(self._policy, level, self._available_actions(*exhausted_memory))
 
@@ -165,13 +170,14 @@ class Governor:
 
         Without a device, actions that would free device memory free host memory.
         """
-        taken, memory_kinds = self._policy.taken_actions, {*exhausted_memory}
+        taken_actions, memory_kinds = self._policy.taken_actions, {*exhausted_memory}
         if self._monitor.device is None:
             memory_kinds.add("device")
         return frozenset(
             action
             for action, handle in self._memory_actions.items()
-            if action.freed_memory in memory_kinds and taken.count(action) < handle.max_times
+            if action.freed_memory in memory_kinds
+            and taken_actions.count(action) < handle.max_times
         )
 
     def _set_level(self, action: Action) -> str:
@@ -184,21 +190,23 @@ class Governor:
         if sample is None:
             return _MemoryFill(0.0, self._monitor.host_shortage(0), {}, "")
         used_fraction = sample.host_bytes / sample.host_limit_bytes
-        need = self._monitor.host_shortage(sample.host_bytes)
-        text = f"{need.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
+        shortage = self._monitor.host_shortage(sample.host_bytes)
+        text = (
+            f"{shortage.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
+        )
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
         if (device := sample.device) is not None:
             text += f", device {_format_fraction(device.used_bytes, device.limit_bytes)}"
             facts |= {f"device_{key}": value for key, value in asdict(device).items()}
             if memory_kind == "device":
                 used_fraction = device.used_bytes / device.limit_bytes
-                need = self._monitor.device_shortage(device)
+                shortage = self._monitor.device_shortage(device)
         if self._failed_allocation is not None:
             used_fraction, text = inf, f"{text}, {self._failed_allocation}"
-            need = replace(
-                need, words=f"{need.words}; an allocation failed: {self._failed_allocation}"
+            shortage = replace(
+                shortage, words=f"{shortage.words}; an allocation failed: {self._failed_allocation}"
             )
-        return _MemoryFill(used_fraction, need, facts, text)
+        return _MemoryFill(used_fraction, shortage, facts, text)
 
     def _perform_action(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
         result = self._set_level(decision.action)
@@ -251,13 +259,13 @@ def make_loader_actions(
     micro_size = loader.micro_size
 
     def trim(_: int) -> str:
-        before = own_bytes()
+        bytes_before = own_bytes()
         release_memory()
         trim_heap()
         empty_caches()
         for file in data_files:
             _drop_page_cache(file)
-        return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
+        return f"{format_bytes(max(0, bytes_before - own_bytes()))} given back by rank 0"
 
     def shrink_buffers(times: int) -> str:
         loader.set_prefetch(0 if times else loader.prefetch_bytes)

@@ -71,9 +71,11 @@ class Job:
     def make_stall_watch(self) -> StallWatch:
         """Return a watchdog that ends the world if training makes no progress."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
-        lost = partial(fail_run, self.setup_comm, run_dir=self.dir)
-        keep = partial(write_collectives_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
-        return StallWatch(comm, self.config.run.timeout, lost, keep)
+        on_failure = partial(fail_run, self.setup_comm, run_dir=self.dir)
+        keep_trace = partial(
+            write_collectives_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu
+        )
+        return StallWatch(comm, self.config.run.timeout, on_failure, keep_trace)
 
 
 @contextmanager
@@ -91,11 +93,11 @@ def open_job(
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
     resume_point = comm.resume_point
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
-        lost = partial(fail_run, comm, run_dir=run_dir)
-        comm = replace(comm, hang_watch=HangWatch(config.run.timeout, lost))
+        on_failure = partial(fail_run, comm, run_dir=run_dir)
+        comm = replace(comm, hang_watch=HangWatch(config.run.timeout, on_failure))
         saves = config.checkpoint
         store = Store(run_dir / "checkpoints", saves.keep, saves.keep_every, saves.keep_best)
-        owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), lost)
+        owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), on_failure)
         resume_point.before = comm.run_on_rank_0(
             "looking at the run directory", lambda: list_run_files(run_dir)
         )
@@ -122,7 +124,7 @@ def open_job(
                 events.write("warning", message=last.death, began_s=process_start_s())
             monitor.start(memory_exit.stop)
             try:
-                with RollCall(comm, config.run.timeout, lost).watching():
+                with RollCall(comm, config.run.timeout, on_failure).watching():
                     yield Job(
                         *(config, comm, training, run_dir, last, store, events),
                         *(monitor, memory_exit, resume_point, owner, stop, watchdog),

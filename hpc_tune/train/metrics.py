@@ -76,7 +76,7 @@ class RankWorkWriter:
         self._work_s = [sum(both) for both in zip(self._work_s, work_s, strict=True)]
         self._num_steps += 1
         if step % self._every == 0:
-            means_s = [round(own / self._num_steps, 4) for own in self._work_s]
+            means_s = [round(rank_work_s / self._num_steps, 4) for rank_work_s in self._work_s]
             self._lines.write(**to_row(RankTimes(step, means_s)))
             self._work_s, self._num_steps = [0.0] * len(means_s), 0
 
@@ -115,8 +115,8 @@ class ExpertLoadWriter:
     def add(self, step: int, routers: RouterSums) -> None:
         """Add the tokens of a step."""
         self._step = step
-        for row, more in zip(self._counts, routers.counts, strict=True):
-            row[:] = [count + int(new) for count, new in zip(row, more, strict=True)]
+        for row, new_counts in zip(self._counts, routers.counts, strict=True):
+            row[:] = [count + int(new) for count, new in zip(row, new_counts, strict=True)]
 
     def write(self) -> None:
         """Write a line with the tokens since the last line, and warn of experts that starve."""
@@ -142,25 +142,26 @@ def find_starving_experts(
     layers: Sequence[int], counts: Sequence[Sequence[int]]
 ) -> dict[int, list[int]]:
     """Return the experts with almost no tokens, by layer number."""
-    found = {}
+    starving_experts = {}
     for layer, row in zip(layers, counts, strict=True):
         mean = sum(row) / len(row)
-        few = [expert for expert, count in enumerate(row) if count < _STARVING_SHARE * mean]
-        if few and mean >= _MIN_MEAN_TOKENS:
-            found[layer] = few
-    return found
+        experts = [expert for expert, count in enumerate(row) if count < _STARVING_SHARE * mean]
+        if experts and mean >= _MIN_MEAN_TOKENS:
+            starving_experts[layer] = experts
+    return starving_experts
 
 
 def describe_starving_experts(
     starving_experts: Mapping[int, Sequence[int]], since: int, step: int
 ) -> str:
     """Return a warning about experts that starve, naming a few of them."""
-    each = [
-        f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starving_experts.items()
+    layer_texts = [
+        f"layer {layer}: {list_some(experts, _MAX_SHOWN)}"
+        for layer, experts in starving_experts.items()
     ]
     return (
         "experts starve, with less than a hundredth of an even share of the tokens in steps "
-        f"{since + 1} to {step}: {list_some(each, _MAX_SHOWN, '; ')}. tune.router_aux_loss "
+        f"{since + 1} to {step}: {list_some(layer_texts, _MAX_SHOWN, '; ')}. tune.router_aux_loss "
         "spreads tokens"
     )
 
@@ -371,12 +372,14 @@ class Recorder:
         """Return the loss terms, loss tokens, tokens and attention flops of the rows that this rank
         counts.
         """
-        counted = batches if self._counts_rows else []
+        counted_batches = batches if self._counts_rows else []
         return (
-            math.fsum(batch.num_loss_terms for batch in counted),
-            sum(batch.num_loss_tokens for batch in counted),
-            sum(batch.num_tokens for batch in counted),
-            sum(self._flops.attention(batch.unpadded_document_lengths) for batch in counted),
+            math.fsum(batch.num_loss_terms for batch in counted_batches),
+            sum(batch.num_loss_tokens for batch in counted_batches),
+            sum(batch.num_tokens for batch in counted_batches),
+            sum(
+                self._flops.attention(batch.unpadded_document_lengths) for batch in counted_batches
+            ),
         )
 
     def loss_tokens_by_source(self, batches: Sequence[Batch]) -> tuple[int, ...]:
@@ -385,9 +388,9 @@ class Recorder:
             return ()
         counts = [0] * len(self._mixture.names)
         for batch in (batch for batch in batches if self._counts_rows and batch.num_tokens):
-            learned_B = (batch.labels_BT != IGNORED_LABEL).sum(1).tolist()
-            for row, learned in zip(batch.rows, learned_B, strict=True):
-                counts[self._mixture.source_and_row(row)[0]] += learned
+            loss_tokens_B = (batch.labels_BT != IGNORED_LABEL).sum(1).tolist()
+            for row, num_loss_tokens in zip(batch.rows, loss_tokens_B, strict=True):
+                counts[self._mixture.source_and_row(row)[0]] += num_loss_tokens
         return tuple(counts)
 
     def _key_by_source_name(self, counts: Sequence[int]) -> dict[str, int] | None:
@@ -402,7 +405,7 @@ class Recorder:
         self.tokens += step.tokens
         flops = step.tokens * self._flops.weights_per_token + step.attention_flops
         device = sample.device if sample else None
-        own = RankUsage(
+        usage = RankUsage(
             sample.host_bytes if sample else 0,
             sample.ranks_bytes if sample else 0,
             device.used_bytes if device else 0,
@@ -442,7 +445,7 @@ class Recorder:
             source_tokens=self._key_by_source_name(step.source_tokens),
             experts=summarize_expert_load(result.routers, step.tokens),
         )
-        self._prepared = metrics, result.routers, own
+        self._prepared = metrics, result.routers, usage
 
     @property
     def own_usage(self) -> RankUsage:
@@ -471,12 +474,12 @@ class Recorder:
 
 def _find_extremes(metrics: StepMetrics, values_by_rank: UsageByRank) -> dict[str, Any]:
     """Return the step's fields that are extremes over all ranks; times rounded to 0.1 ms."""
-    tenths_of_ms = [max(0, round(1e4 * own)) for own in values_by_rank.work_s]
-    most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
+    tenths_of_ms = [max(0, round(1e4 * work)) for work in values_by_rank.work_s]
+    max_work, slowest_rank = max((work, rank) for rank, work in enumerate(tenths_of_ms))
     fields: dict[str, Any] = {
-        "most_work_s": most / 1e4,
+        "most_work_s": max_work / 1e4,
         "least_work_s": min(tenths_of_ms) / 1e4,
-        "slowest_rank": slowest,
+        "slowest_rank": slowest_rank,
     }
     for name in ("host_bytes", "host_ranks_bytes", "device_bytes"):
         if getattr(metrics, name) is not None:
@@ -507,8 +510,8 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
     )
     metrics = comm.run_and_agree("opening the metrics", make_metrics_writer)
     rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work_writer)
-    of_world = job.step_comm, plan, flops, data.loader, job.monitor
-    return Recorder(*of_world, metrics, rank_work, data.mixture)
+    arguments = job.step_comm, plan, flops, data.loader, job.monitor
+    return Recorder(*arguments, metrics, rank_work, data.mixture)
 
 
 def _peak_flops(comm: Comm) -> float | None:

@@ -67,15 +67,17 @@ class Model:
         """Return the kernels that compute the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
         needs_mask = not module.uses_document_attention or module.needs_mask
-        why = f"{built.config.model_type} models need it" if needs_mask else ""
+        mask_reason = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
-        found = choose_model_kernels(built.config, built.dtype, train.compiles, device, why)
-        slow = ""
+        kernels = choose_model_kernels(
+            built.config, built.dtype, train.compiles, device, mask_reason
+        )
+        slow_reason = ""
         if is_mixture_of_experts(built.module) and device.type == "cuda":
-            slow = grouped_matmul.grouped_kernel_fault(device, built.dtype)
-            slow = slow or explain_expert_loop(built.dtype, device)
+            slow_reason = grouped_matmul.grouped_kernel_fault(device, built.dtype)
+            slow_reason = slow_reason or explain_expert_loop(built.dtype, device)
         return replace(
-            found, lora=None if tune.method == "full" else "own", expert_loop_reason=slow
+            kernels, lora=None if tune.method == "full" else "own", expert_loop_reason=slow_reason
         )
 
     def refuse_too_long_masked_rows(self, device: torch.device) -> None:
@@ -83,16 +85,16 @@ class Model:
 
         torch's memory-efficient attention computes the offset of a token's mask in 32 bits.
         """
-        seq_len, most = self.config.data.seq_len, _MAX_MASKED_TOKENS
+        seq_len, cap = self.config.data.seq_len, _MAX_MASKED_TOKENS
         if (
             device.type == "cuda"
-            and seq_len > most
+            and seq_len > cap
             and (why := self.choose_kernels(device).mask_reason)
         ):
             raise ConfigError(
                 f"data.seq_len={seq_len}: attention has a mask of tokens x tokens here ({why}), "
-                f"and torch's attention on GPUs is wrong if it has more than {most} x {most}; set "
-                f"data.seq_len to at most {most}"
+                f"and torch's attention on GPUs is wrong if it has more than {cap} x {cap}; set "
+                f"data.seq_len to at most {cap}"
             )
 
 
@@ -201,12 +203,12 @@ def _log_ignored_parts(built: BuiltModel) -> None:
             extra=LOG_ON_RANK_0_ONLY,
         )
     special = sorted({path.rpartition(".")[2] for path in find_unreplaceable_linears(built.module)})
-    what = ["have no adapters"] if ALL_LINEAR_TARGET in built.tune.targets else []
-    what += [f"are not in {packed}"] if (packed := built.tune.base_packing) else []
-    if special and what and built.tune.method != "full":
+    notes = ["have no adapters"] if ALL_LINEAR_TARGET in built.tune.targets else []
+    notes += [f"are not in {packing}"] if (packing := built.tune.base_packing) else []
+    if special and notes and built.tune.method != "full":
         log.info(
             "%s %s: the model does not call them as linear layers",
-            *(", ".join(special), " and ".join(what)),
+            *(", ".join(special), " and ".join(notes)),
         )
     if built.unused_parts:
         log.info("ignored in the model's files: %s", ", ".join(built.unused_parts))
@@ -216,23 +218,23 @@ def _require_supported_settings(
     proof: ArchitectureCheck, kind: str, parallel: ParallelConfig, tune: TuneConfig
 ) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
-    for setting, size, why, instead in (
+    for setting, size, fault, remedy in (
         ("pipeline", parallel.pipeline, proof.pipeline, "use parallel.shard"),
         ("tensor", parallel.tensor, proof.tensor, "use parallel.shard"),
         ("context", parallel.context, proof.context, "leave it out"),
     ):
-        if (size or 1) > 1 and why:
+        if (size or 1) > 1 and fault:
             raise ConfigError(
-                f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {why}; "
-                f"{instead}"
+                f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {fault}; "
+                f"{remedy}"
             )
     if proof.adapters and tune.base_packing:
-        said, instead = "tune.method=qlora", "use tune.method=lora"
+        option, remedy = "tune.method=qlora", "use tune.method=lora"
         if tune.base_dtype:
-            said, instead = f"tune.base_dtype={tune.base_dtype}", "leave it out"
+            option, remedy = f"tune.base_dtype={tune.base_dtype}", "leave it out"
         raise ConfigError(
-            f"{said}: a {kind} model's base cannot be in {tune.base_packing}: {proof.adapters}; "
-            f"{instead}"
+            f"{option}: a {kind} model's base cannot be in {tune.base_packing}: {proof.adapters}; "
+            f"{remedy}"
         )
     if proof.adapters:
         raise ConfigError(
@@ -243,8 +245,8 @@ def _require_supported_settings(
 
 def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> None:
     """Refuse named targets whose adapters get no gradient; warn of other parts without one."""
-    found = {wildcard_name(saved) for saved in built.saved_names.values()}
-    untrained = [part for part in proof.untrained.splitlines() if part in found]
+    part_names = {wildcard_name(saved_name) for saved_name in built.saved_names.values()}
+    untrained = [part for part in proof.untrained.splitlines() if part in part_names]
     if not untrained:
         return
     tune, kind = built.tune, built.config.model_type
@@ -253,14 +255,18 @@ def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> Non
         log.warning(text, ", ".join(untrained), extra=LOG_ON_RANK_0_ONLY)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
-    named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
-    why = (
+    named_targets = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
+    reason = (
         f"adapters on {', '.join(untrained)} get no gradient: a {kind} model does not call these "
         "layers, or only reads their weights"
     )
-    if named:
-        raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
-    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=LOG_ON_RANK_0_ONLY)
+    if named_targets:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {reason}; leave {', '.join(named_targets)} out"
+        )
+    log.warning(
+        "tune.targets=%s: %s; they stay zero", tune.targets, reason, extra=LOG_ON_RANK_0_ONLY
+    )
 
 
 def _with_router_watch(
@@ -295,26 +301,26 @@ def _with_router_watch(
 
 
 def _warn_unpacked_experts(built: BuiltModel) -> None:
-    packed = built.tune.base_packing
-    if packed and (whole := unpacked_stack_bytes(built.module)):
+    packing = built.tune.base_packing
+    if packing and (unpacked_bytes := unpacked_stack_bytes(built.module)):
         log.warning(
             "the routed experts of a %s model, %s, are not in %s: the model computes them with "
             "its own code",
             built.config.model_type,
-            format_bytes(whole),
-            packed,
+            format_bytes(unpacked_bytes),
+            packing,
             extra=LOG_ON_RANK_0_ONLY,
         )
 
 
 def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
     """Refuse layouts in which a rank has a tied output head without the trained rows it needs."""
-    asked = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
-    said = [f"parallel.{name}={size}" for name, size in asked.items() if size > 1]
-    said += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
-    if said and built.tokens and built.tied_name:
+    axis_sizes = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
+    options = [f"parallel.{name}={size}" for name, size in axis_sizes.items() if size > 1]
+    options += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
+    if options and built.tokens and built.tied_name:
         raise ConfigError(
-            f"tune.trainable_tokens with {' and '.join(said)}: the output head of this model is "
+            f"tune.trainable_tokens with {' and '.join(options)}: the output head of this model is "
             "its embedding, and reads the trained rows as well, but not every rank has these rows; "
             "use parallel.shard or replicate, or zero_stage 1 or 2"
         )
@@ -350,15 +356,15 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     """
     config, comm = model.config, job.setup_comm
     sections, module = (config.parallel, config.tune, config.train), model.built.module
-    asked = resolve_row_pieces(*sections, config.data.seq_len, module)
+    parallel = resolve_row_pieces(*sections, config.data.seq_len, module)
     machine = detect_machine(comm, job.monitor.limit.num_bytes)
     resolved = resolve(
-        asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
+        parallel, model.size, model.built.config, machine, comm.world.size, comm.world.rank
     )
     require_shardable_experts(module, resolved.layout.expert)
     if comm.is_rank_0:
         on_gpu = comm.device.type == "cuda"
-        useless = list_useless_settings(resolved.layout, asked, on_gpu)
+        useless = list_useless_settings(resolved.layout, parallel, on_gpu)
         for warning in (*useless, *gathered_keys_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
         if resolved.parallel.row_pieces != 1 and has_mlps(module):

@@ -85,12 +85,12 @@ def _load_or_compute_reference(
         "looking for the reference",
         lambda: folder / f"reference-{_cache_key(model, store, comm.device)}.npy",
     )
-    kept = comm.run_on_rank_0(
+    cached_values = comm.run_on_rank_0(
         "reading the reference", partial(_read_reference, file, store.num_documents)
     )
-    if kept is not None:
+    if cached_values is not None:
         log.info("reference of %s: %s", source.setting, file)
-        return np.asarray(kept)
+        return np.asarray(cached_values)
     began_s = time.monotonic()
     job.monitor.enter(Phase.REFERENCE, "computing the reference", writes_heartbeat=True)
     reference = _compute_reference(job, model, plan, store, engine)
@@ -114,23 +114,25 @@ def _compute_reference(
     reference = np.zeros((store.num_documents, 2), dtype=np.float64)
     progress = Progress("reference", rows.num_batches(micro_size), enabled=comm.is_rank_0)
 
-    def batches(mismatched: bool) -> Iterator[Batch]:
+    def batches(yields_mismatched: bool) -> Iterator[Batch]:
         for number, batch in enumerate(rows.batches(micro_size), 1):
-            yield batch.mismatched if mismatched and batch.mismatched else batch
+            yield batch.mismatched if yields_mismatched and batch.mismatched else batch
             progress.update(number)
 
-    for mismatched in (False, True) if store.form == "labels" else (False,):
+    for is_mismatched in (False, True) if store.form == "labels" else (False,):
         for documents, sums_M2 in _group_results(
             (rows.documents_in(batch), log_probs)
             for batch, log_probs in engine.objective_sums(
-                batches(mismatched), AnswerLogProbabilities()
+                batches(is_mismatched), AnswerLogProbabilities()
             )
         ):
             np.add.at(reference, documents, sums_M2)
     progress.close()
     flat = reference.reshape(-1)
-    for at in range(0, len(flat), _VALUES_PER_SUM):
-        flat[at : at + _VALUES_PER_SUM] = comm.sum(flat[at : at + _VALUES_PER_SUM].tolist())
+    for start in range(0, len(flat), _VALUES_PER_SUM):
+        flat[start : start + _VALUES_PER_SUM] = comm.sum(
+            flat[start : start + _VALUES_PER_SUM].tolist()
+        )
     return reference.astype(np.float32)
 
 
@@ -188,16 +190,18 @@ def require_same_init_adapter(saved_state: RunState, tune: TuneConfig) -> None:
     Raises:
         ConfigError: if the reference differs. DataError: see ``hash_init_adapter``.
     """
-    now = hash_init_adapter(tune)
-    if now is None or saved_state.start in (None, now):
+    init_hash = hash_init_adapter(tune)
+    if init_hash is None or saved_state.start in (None, init_hash):
         return
-    before, path = flatten(saved_state.config).get("tune.init_from"), tune.init_from
-    said = f"{path} has other weights than in the checkpoint's run"
-    if before != path:
-        said = f"the run started from {before or 'no adapter'}, but {path or 'none'} is given now"
+    saved_path, path = flatten(saved_state.config).get("tune.init_from"), tune.init_from
+    difference = f"{path} has other weights than in the checkpoint's run"
+    if saved_path != path:
+        difference = (
+            f"the run started from {saved_path or 'no adapter'}, but {path or 'none'} is given now"
+        )
     raise ConfigError(
         f"tune.init_from: with tune.objective={tune.objective} answers are compared with the model "
-        f"as it was at the start, and {said}. Give the old adapter, or another run.dir"
+        f"as it was at the start, and {difference}. Give the old adapter, or another run.dir"
     )
 
 
@@ -233,16 +237,16 @@ def _read_reference(file: Path, num_documents: int) -> np.ndarray | None:
         values, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         if hashlib.sha256(values).digest() != digest:
             raise ValueError("its bytes are not those that were written")
-        kept: np.ndarray = np.load(io.BytesIO(values), allow_pickle=False)
+        reference: np.ndarray = np.load(io.BytesIO(values), allow_pickle=False)
     except PermissionError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{file} is damaged ({error}); remove it, and it is computed again"
         ) from None
-    if kept.shape != (num_documents, 2):
+    if reference.shape != (num_documents, 2):
         raise DataError(f"{file} is of other data; remove it, and it is computed again")
-    return kept
+    return reference
 
 
 def _write_reference(file: Path, reference: np.ndarray) -> None:
@@ -272,20 +276,20 @@ def sum_kl_terms(
 
     The host waits for the device only once, at the end.
     """
-    counted, results = [], []
+    all_pairs, results = [], []
     for batch, log_probs in engine.objective_sums(
         mismatched, AnswerLogProbabilities(), is_within_step
     ):
         if batch.pairs is not None and len(batch.pairs.num_loss_tokens_P2):
-            counted.append(batch.pairs)
+            all_pairs.append(batch.pairs)
             results.append(log_probs)
     if not results:
         return KlTerms()
-    moved_P = torch.cat(results).view(-1, 2)[:, 1].cpu()
-    moved_P = moved_P - torch.cat([pairs.reference_log_probs_P2[:, 1] for pairs in counted])
-    is_there_P = torch.cat([pairs.num_loss_tokens_P2[:, 1] for pairs in counted]) > 0
-    moved_P = torch.where(is_there_P, moved_P, 0.0)
-    return KlTerms(float(moved_P.double().sum()), int(is_there_P.sum()))
+    change_P = torch.cat(results).view(-1, 2)[:, 1].cpu()
+    change_P = change_P - torch.cat([pairs.reference_log_probs_P2[:, 1] for pairs in all_pairs])
+    has_answer_P = torch.cat([pairs.num_loss_tokens_P2[:, 1] for pairs in all_pairs]) > 0
+    change_P = torch.where(has_answer_P, change_P, 0.0)
+    return KlTerms(float(change_P.double().sum()), int(has_answer_P.sum()))
 
 
 def clamped_mean_kl(moved: float, number: float) -> float:
@@ -309,10 +313,10 @@ def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
         HpcTuneError: if their log-probabilities differ by more than rounding.
     """
     sums = PreferenceSums(*result.sums)
-    moved = sums.log_prob_change / max(1.0, sums.reference)
-    if moved > _TOLERANCE_BY_ITEMSIZE[plan.itemsize]:
+    change = sums.log_prob_change / max(1.0, sums.reference)
+    if change > _TOLERANCE_BY_ITEMSIZE[plan.itemsize]:
         raise HpcTuneError(
-            f"step 1: the answers' log-probabilities differ by {moved:.2%} from the reference's, "
+            f"step 1: the answers' log-probabilities differ by {change:.2%} from the reference's, "
             "and should be the same before anything is learned. The reference is not of this model "
             "or of these rows: remove reference-*.npy from the folder of prepared data "
             "(data.cache) and start again; if the error recurs, report it with the model's "

@@ -113,19 +113,19 @@ def resume(
     job.monitor.enter(Phase.LOAD, "loading a checkpoint", writes_heartbeat=True)
     comm.begin("loading a checkpoint")
     index = comm.run_on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
-    saved = comm.run_and_agree("loading a checkpoint", load)
+    saved_state = comm.run_and_agree("loading a checkpoint", load)
     comm.run_and_agree(
-        "restoring the position in the data", lambda: data.loader.restore(saved.loader)
+        "restoring the position in the data", lambda: data.loader.restore(saved_state.loader)
     )
-    log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
-    job.events.write("resume", saved.step, path=str(path))
+    log.info("resumed from %s at step %d of %d", path, saved_state.step, total_steps)
+    job.events.write("resume", saved_state.step, path=str(path))
     if data.mixture is not None and (
-        changes := describe_mixture_changes(saved.loader, data.mixture.phases)
+        changes := describe_mixture_changes(saved_state.loader, data.mixture.phases)
     ):
         log.info("the mixture changes from here on: %s", changes)
-        job.events.write("mixture", saved.step, changes=changes)
-    job.resume_point.step = saved.step
-    return saved
+        job.events.write("mixture", saved_state.step, changes=changes)
+    job.resume_point.step = saved_state.step
+    return saved_state
 
 
 def store_settings(job: Job, data: Data) -> None:
@@ -164,10 +164,10 @@ def _find_newest_valid_checkpoint(comm: Comm, store: Store) -> Path | None:
 
 def _find_damage(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
-    own = comm.run_and_agree(
+    own_damage = comm.run_and_agree(
         "verifying a checkpoint", lambda: find_damage(path, comm.world.rank, comm.world.size)
     )
-    return next((damage for damage in comm.gather(own) if damage), None)
+    return next((damage for damage in comm.gather(own_damage) if damage), None)
 
 
 def _was_resume_applied(store: Store, resume_setting: str) -> bool:

@@ -80,10 +80,10 @@ def finish(
         job.owner.close()
 
 
-def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> None:
+def _write_outcome(job: Job, model: Model, control: Control, outcome: Outcome) -> None:
     """Export the adapter of a finished run, write the outcome, and log what to do next."""
     config, run_dir = model.config, job.dir
-    if ended.status == "done" and config.tune.method != "full":
+    if outcome.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
             template = read_template(run_dir, config.data.chat_template)
@@ -93,16 +93,16 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
             raise HpcTuneError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
         log.info("adapter exported to %s", out)
     try:
-        write_outcome(ended, run_dir, job.setup_comm.nonce)
+        write_outcome(outcome, run_dir, job.setup_comm.nonce)
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / OUTCOME_FILE, error.strerror)
-    if ended.status == "done":
-        if ended.step is not None and ended.step < control.trainer.total_steps:
-            log.info("stopped early: %s", ended.reason)
+    if outcome.status == "done":
+        if outcome.step is not None and outcome.step < control.trainer.total_steps:
+            log.info("stopped early: %s", outcome.reason)
             _log_best_checkpoint(job, control)
-        log.info("done after %d steps. Next: %s", ended.step, command_to_try_model(run_dir))
+        log.info("done after %d steps. Next: %s", outcome.step, command_to_try_model(run_dir))
     else:
-        log.info("%s", _describe_stop(job, control, ended))
+        log.info("%s", _describe_stop(job, control, outcome))
 
 
 def command_to_try_model(run_dir: Path) -> str:
@@ -110,16 +110,16 @@ def command_to_try_model(run_dir: Path) -> str:
     return f"python -m hpc_tune generate --run {shlex.quote(str(run_dir))} --prompt '...'"
 
 
-def _describe_stop(job: Job, control: Control, ended: Outcome) -> str:
-    saved, again = ended.step or 0, "Rerun the same command to "
-    text = f"stopped: {ended.reason}. {again}resume from step {saved}"
-    if not saved:
-        text = f"stopped: {ended.reason}. Nothing is saved. {again}start again"
-    if ended.reason == "time limit" and saved == control.start_step:
+def _describe_stop(job: Job, control: Control, outcome: Outcome) -> str:
+    saved_step, advice = outcome.step or 0, "Rerun the same command to "
+    text = f"stopped: {outcome.reason}. {advice}resume from step {saved_step}"
+    if not saved_step:
+        text = f"stopped: {outcome.reason}. Nothing is saved. {advice}start again"
+    if outcome.reason == "time limit" and saved_step == control.start_step:
         limit = format_seconds(job.stop.limit_s)
         text = f"the limit of {limit} ended before a step was done. Give more time"
     if job.setup_comm.world.launcher != "single":
-        text += f" (exit code {ended.exit_code}; a launcher may call it an error, but it is not)"
+        text += f" (exit code {outcome.exit_code}; a launcher may call it an error, but it is not)"
     return text
 
 
@@ -198,19 +198,19 @@ def _train(
             require_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
         model = build_model(job, is_fresh=checkpoint is None)
-        resolved = resolve_layout(job, model)
-        forecast = preflight(job, model, resolved, force)
-        data = open_data(job, model, resolved, checkpoint)
+        resolved_layout = resolve_layout(job, model)
+        forecast = preflight(job, model, resolved_layout, force)
+        data = open_data(job, model, resolved_layout, checkpoint)
         stores = [source.store for source in data.sources]
         model = with_scaled_positions(model, stores, job.setup_comm)
-        log_start(job, model, resolved, forecast, data)
-        layout, parallel = resolved.layout, resolved.parallel
+        log_start(job, model, resolved_layout, forecast, data)
+        layout, parallel = resolved_layout.layout, resolved_layout.parallel
         plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
         engine = load_engine(job, model, plan)
         data = attach_reference(job, model, plan, data, engine)
-        saved = resume(job, checkpoint, model, engine, data)
+        saved_state = resume(job, checkpoint, model, engine, data)
         store_settings(job, data)
-        control = prepare_control(job, model, plan, data, engine, saved)
+        control = prepare_control(job, model, plan, data, engine, saved_state)
         energy = RunEnergyMeter(job)
         with control.stall_watch.watching(), defer_garbage_collection():
             outcome = train(control.trainer, control)

@@ -216,11 +216,11 @@ class Saver:
         if progress != self._last_progress:
             self._last_progress, self._last_progress_s = progress, now_s
         elif now_s - self._last_progress_s > (limit_s := self._writing.limit_s):
-            why = f"no byte was written for {limit_s:.0f} s: the file system hangs"
+            reason = f"no byte was written for {limit_s:.0f} s: the file system hangs"
             if not save.writer.has_ended:
-                save.writer.cancel(why)  # its task then reports that to rank 0
+                save.writer.cancel(reason)  # its task then reports that to rank 0
             else:
-                save.task.cancel(why)
+                save.task.cancel(reason)
         return 0.0
 
     def advance(self, num_done: float) -> None:
@@ -250,16 +250,16 @@ class Saver:
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _start_writer(self, parts: dict[Path, list[Region]]) -> CheckpointWriter:
-        write_options, kept, budget = self._writing, self._block_pool, 0
-        device = write_options.device(kept) if write_options.device is not None else None
+        write_options, block_pool, budget = self._writing, self._block_pool, 0
+        device = write_options.device(block_pool) if write_options.device is not None else None
         if not self.is_blocking:
             total = total_block_bytes([region for regions in parts.values() for region in regions])
-            wanted, on_device = self._settings.staging_bytes, device is not None
+            requested_bytes, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
-                wanted, total, on_device, write_options.can_allocate, kept.num_bytes
+                requested_bytes, total, on_device, write_options.can_allocate, block_pool.num_bytes
             )
-            if budget < total and kept.num_bytes:  # cannot copy all: kept blocks are useless
-                kept.release()
+            if budget < total and block_pool.num_bytes:  # cannot copy all: kept blocks are useless
+                block_pool.release()
         return CheckpointWriter(parts, budget, write_options.faults, device)
 
     @contextmanager
@@ -273,23 +273,23 @@ class Saver:
             return
         save, self._save = self._save, None
         try:
-            own = self._comm.run_and_agree("saving a checkpoint", save.task.result)
+            own_result = self._comm.run_and_agree("saving a checkpoint", save.task.result)
         except HpcTuneError as error:
             save.writer.cancel(str(error))
             self._handle_failed_save(save.state.step, error)
             return
-        committed = self._comm.broadcast(own)
-        assert committed is not None
+        checkpoint = self._comm.broadcast(own_result)
+        assert checkpoint is not None
         self._committed_step = self._resume_point.step = save.state.step
-        self.last_save_s = committed.save_s
+        self.last_save_s = checkpoint.save_s
         blocked_s = self._blocked_s + time.monotonic() - self._blocked_since_s
         self._waits_s.append(blocked_s)
         self._events.write(
             "checkpoint",
             save.state.step,
-            path=str(committed.path),
-            bytes=committed.num_bytes,
-            save_s=round(committed.save_s, 3),
+            path=str(checkpoint.path),
+            bytes=checkpoint.num_bytes,
+            save_s=round(checkpoint.save_s, 3),
             blocked_s=round(blocked_s, 3),
         )
 
@@ -300,10 +300,10 @@ class Saver:
         if self._pack is not None:
             is_state = [r.name.startswith(OPTIMIZER_STATE_PREFIXES) for r in regions]
             parts = {
-                folder / f"{kind}-{file}": list(compress(regions, which))
-                for kind, which in (("rank", is_state), ("weights", [not s for s in is_state]))
+                folder / f"{kind}-{file}": list(compress(regions, mask))
+                for kind, mask in (("rank", is_state), ("weights", [not s for s in is_state]))
             }
-        return {path: some for path, some in parts.items() if some}
+        return {path: part for path, part in parts.items() if part}
 
     def _report_or_commit(
         self,
@@ -318,21 +318,21 @@ class Saver:
                 rank, if the store with the reports is gone.
         """
         try:
-            own = SaveReport(tuple(save.writer.result()))
+            own_report = SaveReport(tuple(save.writer.result()))
         except CheckpointError as error:
-            own = SaveReport(error=str(error))
+            own_report = SaveReport(error=str(error))
         if not self._comm.is_rank_0:
-            reports.send(own)
+            reports.send(own_report)
             return None
-        is_there = False
+        is_committed = False
         try:
-            all_reports = reports.collect(own, task.raise_if_canceled)
+            all_reports = reports.collect(own_report, task.raise_if_canceled)
             _require_no_write_errors(all_reports)
             files = [file for report in all_reports for file in report.files]
             path, files = self._commit(save, files, task)
-            is_there = True
+            is_committed = True
         finally:
-            if not is_there and not task.done:  # after a cancel, another save may write there
+            if not is_committed and not task.done:  # after a cancel, another save may write there
                 self._store.abandon(save.folder)
         self._resume_point.step = save.state.step  # in case the run ends before the next boundary
         num_bytes = sum(file.num_bytes for file in files)
@@ -351,8 +351,8 @@ class Saver:
 
         if self._pack is not None:
             weights = [f.name for f in files if f.name.startswith("weights-")]
-            rest = [f for f in files if f.name not in weights]
-            files = rest + self._pack(save.folder, weights)
+            other_files = [f for f in files if f.name not in weights]
+            files = other_files + self._pack(save.folder, weights)
         task.raise_if_canceled()
         state = save.state.to_json()
         return self._store.commit(save.folder, state, files, raise_if_obsolete), files
@@ -474,18 +474,18 @@ def choose_save_interval(history: StartHistory, num_nodes: int) -> tuple[float, 
     wait_s = statistics.median(history.waits_s[-_NUM_RECENT_SAVES:])
     if history.failures:
         mtbf_s = history.running_s / history.failures
-        times = f"{history.failures} failure{'s' * (history.failures > 1)}"
-        why = f"{times} in {format_seconds(history.running_s)} of this run"
+        failures_text = f"{history.failures} failure{'s' * (history.failures > 1)}"
+        reason = f"{failures_text} in {format_seconds(history.running_s)} of this run"
     else:
         mtbf_s = NODE_DAYS_PER_FAILURE * _DAY_S / num_nodes
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
-        why = f"no failure so far, assumed one in {NODE_DAYS_PER_FAILURE:.0f} node-days, {nodes}"
+        reason = f"no failure so far, assumed one in {NODE_DAYS_PER_FAILURE:.0f} node-days, {nodes}"
     interval_s = best_save_interval_s(wait_s, mtbf_s)
     limit = {MIN_INTERVAL_S: ", at least", MAX_INTERVAL_S: ", at most"}.get(interval_s, "")
     limit += f" {format_seconds(interval_s)}" if limit else ""
     return interval_s, (
         f"every {format_seconds(interval_s)}: sqrt(2 x {wait_s:.2g} s that training waits for a "
-        f"save x {format_seconds(mtbf_s)} between failures){limit} ({why})"
+        f"save x {format_seconds(mtbf_s)} between failures){limit} ({reason})"
     )
 
 
@@ -524,8 +524,8 @@ class SaveClock:
             self._update_interval()
 
     def _update_interval(self) -> None:
-        before_s, ran_s = self._interval_s, time.monotonic() - self._began_s
+        previous_s, ran_s = self._interval_s, time.monotonic() - self._began_s
         history = replace(self._history, running_s=self._history.running_s + ran_s)
         self._interval_s, text = choose_save_interval(history, self._num_nodes)
-        if before_s is None or abs(self._interval_s / before_s - 1) > _MIN_LOGGED_CHANGE:
+        if previous_s is None or abs(self._interval_s / previous_s - 1) > _MIN_LOGGED_CHANGE:
             log.info("saves   %s", text)

@@ -71,16 +71,16 @@ def list_training_sources(data: DataConfig) -> list[SourceConfig]:
 def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
     """Return the held-out sources."""
     if data.eval_fraction:
-        wanted = list_training_sources(data)
-        return [replace(source, part="held-out", limit=None) for source in wanted]
+        training_sources = list_training_sources(data)
+        return [replace(source, part="held-out", limit=None) for source in training_sources]
     if data.eval_path:
-        alone = data.model_copy(update={"path": data.eval_path})
-        return [SourceConfig("", "data.eval_path", alone)]
-    of_name = {source.label: source for source in data.sources or []}
+        eval_data = data.model_copy(update={"path": data.eval_path})
+        return [SourceConfig("", "data.eval_path", eval_data)]
+    by_label = {source.label: source for source in data.sources or []}
     return [
         _source_config(
             "data.eval_sources",
-            data.with_source(of_name[source.label]) if source.label in of_name else data,
+            data.with_source(by_label[source.label]) if source.label in by_label else data,
             source,
         )
         for source in data.eval_sources or []
@@ -90,8 +90,8 @@ def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
 def _source_config(
     setting: str, data: DataConfig, source: HeldOutSource, part: SplitPart = "all"
 ) -> SourceConfig:
-    alone = data.with_source(source)
-    return SourceConfig(source.label, f"{setting}: {source.label}", alone, part, source.limit)
+    source_data = data.with_source(source)
+    return SourceConfig(source.label, f"{setting}: {source.label}", source_data, part, source.limit)
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def limit_documents(wanted: SourceConfig, store: TokenStore, warns: bool = True)
     limit, num = wanted.limit, store.num_documents
     if limit is not None and limit > num and warns:
         log.warning("%s: limit=%d, but it has only %d documents", wanted.setting, limit, num)
-    whole = limit is None or limit >= num
-    return OpenSource(wanted.name, wanted.setting, store, None if whole else limit)
+    uses_all = limit is None or limit >= num
+    return OpenSource(wanted.name, wanted.setting, store, None if uses_all else limit)
 
 
 def build_rows(
@@ -131,33 +131,33 @@ def build_rows(
         warn_of_truncated_documents(source.store, order.seq_len)
     if data.sources is None:
         return PackedRows(sources[0].store, order)
-    packed = {}
+    rows_by_source = {}
     for source in sources:
-        own = replace(order, seed=source_seed(order.seed, source.name))
+        source_order = replace(order, seed=source_seed(order.seed, source.name))
         with prefix_errors_with_source(source):
-            packed[source.name] = PackedRows(source.store, own, source.limit)
+            rows_by_source[source.name] = PackedRows(source.store, source_order, source.limit)
     settings = data.sources
 
     def count() -> list[MixturePhase]:
         return determine_phases(
-            saved_state, _mixture_parts(settings, sources, packed), data.new_mixture
+            saved_state, _mixture_parts(settings, sources, rows_by_source), data.new_mixture
         )
 
     phases = comm.run_on_rank_0("counting learned tokens", count)
-    return MixedRows({name: packed[name] for name in phases[-1].parts}, phases)
+    return MixedRows({name: rows_by_source[name] for name in phases[-1].parts}, phases)
 
 
 def _mixture_parts(
     settings: Sequence[TrainingSource],
     sources: Sequence[OpenSource],
-    packed: Mapping[str, PackedRows],
+    rows_by_source: Mapping[str, PackedRows],
 ) -> dict[str, MixturePart]:
     """Return each source's part in a phase, before any of its rows is consumed."""
     parts = {}
     for setting, source in zip(settings, sources, strict=True):
-        rows, store = packed[source.name], source.store
+        rows, store = rows_by_source[source.name], source.store
         with prefix_errors_with_source(source):
-            if not (learned := count_learned_tokens(store, rows.seq_len, source.limit)):
+            if not (num_learned := count_learned_tokens(store, rows.seq_len, source.limit)):
                 raise DataError(
                     f"{store.path}: none of its tokens within data.seq_len={rows.seq_len} is "
                     "learned; raise data.seq_len, or prepare data with shorter prompts"
@@ -166,7 +166,7 @@ def _mixture_parts(
             store.attributes.content,
             source.limit,
             rows.num_rows,
-            learned,
+            num_learned,
             setting.weight,
             setting.epochs,
         )
@@ -199,11 +199,11 @@ def determine_phases(
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the checkpoint's mixture cannot be used: {reason}") from None
-    last, known = phases[-1], _newest_part_by_source(phases)
-    for name in sorted(parts.keys() & known.keys()):
-        if what := _describe_data_change(known[name], parts[name]):
+    last, known_parts = phases[-1], _newest_part_by_source(phases)
+    for name in sorted(parts.keys() & known_parts.keys()):
+        if change := _describe_data_change(known_parts[name], parts[name]):
             raise ConfigError(
-                f"data.sources: {name} {what}. Give the old data, or another run.dir; or another "
+                f"data.sources: {name} {change}. Give the old data, or another run.dir; or another "
                 "name, with data.new_mixture=true, to continue with it as a separate source"
             )
     changes = _list_changes(phases, parts)
@@ -218,23 +218,29 @@ def determine_phases(
             f"data.sources: the mixture differs from that of the checkpoint "
             f"({'; '.join(changes)}). Give the old values, {remedy}"
         )
-    before = rows_before(phases, row)
-    after = {name: replace(p, rows_before=before.get(name, 0)) for name, p in parts.items()}
-    return [*phases, MixturePhase(after, row, last.epoch_at(row))]
+    consumed_rows = rows_before(phases, row)
+    new_parts = {
+        name: replace(p, rows_before=consumed_rows.get(name, 0)) for name, p in parts.items()
+    }
+    return [*phases, MixturePhase(new_parts, row, last.epoch_at(row))]
 
 
 def describe_mixture_changes(saved_state: Mapping[str, Any], phases: Sequence[MixturePhase]) -> str:
     """Describe how the mixture differs from a checkpoint's, "" if it does not."""
-    before = phases_from_json(saved_state["phases"])
-    return "; ".join(_list_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
+    saved_phases = phases_from_json(saved_state["phases"])
+    return (
+        "; ".join(_list_changes(saved_phases, phases[-1].parts))
+        if len(saved_phases) < len(phases)
+        else ""
+    )
 
 
 def _describe_data_change(saved_part: MixturePart, current_part: MixturePart) -> str:
     if saved_part.content != current_part.content:
         return "is not the data this run was trained on, or it was prepared in another way"
     if saved_part.limit != current_part.limit:
-        before, after = (p.limit or "no limit" for p in (saved_part, current_part))
-        return f"has limit={after}, but {before} in the checkpoint"
+        old_limit, new_limit = (p.limit or "no limit" for p in (saved_part, current_part))
+        return f"has limit={new_limit}, but {old_limit} in the checkpoint"
     return ""
 
 
@@ -244,13 +250,15 @@ def _newest_part_by_source(phases: Sequence[MixturePhase]) -> dict[str, MixtureP
 
 
 def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePart]) -> list[str]:
-    last, known = phases[-1], _newest_part_by_source(phases)
+    last, known_parts = phases[-1], _newest_part_by_source(phases)
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
-        if (before := last.parts.get(name)) is None:
-            changes.append(f"{name} {'back' if name in known else 'new'}, with {part.amount_text}")
-        elif (before.weight, before.epochs) != (part.weight, part.epochs):
-            changes.append(f"{name} {before.amount_text}, now {part.amount_text}")
+        if (old_part := last.parts.get(name)) is None:
+            changes.append(
+                f"{name} {'back' if name in known_parts else 'new'}, with {part.amount_text}"
+            )
+        elif (old_part.weight, old_part.epochs) != (part.weight, part.epochs):
+            changes.append(f"{name} {old_part.amount_text}, now {part.amount_text}")
     return changes
 
 
@@ -264,20 +272,20 @@ def describe_planned_sources(
     """
     if data.sources is None:
         return
-    wanted = list_training_sources(data)
-    if raw := [source.name for source in wanted if not is_prepared(source.path)]:
+    configs = list_training_sources(data)
+    if unprepared := [source.name for source in configs if not is_prepared(source.path)]:
         yield (
-            f"sources {len(wanted)}, of which {', '.join(raw)} not prepared yet: the run "
+            f"sources {len(configs)}, of which {', '.join(unprepared)} not prepared yet: the run "
             "reports their rows, learned tokens and passes before its first step"
         )
         return
-    order, sources, packed = SampleOrder(data.seq_len, data.packing, train.seed), [], {}
-    for source in wanted:
+    order, sources, rows_by_source = SampleOrder(data.seq_len, data.packing, train.seed), [], {}
+    for source in configs:
         with prefix_errors_with_source(source):
-            opened = limit_documents(source, TokenStore.open(join_paths(source.path)))
-            packed[source.name] = PackedRows(opened.store, order, opened.limit)
-            sources.append(opened)
-    phases = [MixturePhase(_mixture_parts(data.sources, sources, packed))]
+            open_source = limit_documents(source, TokenStore.open(join_paths(source.path)))
+            rows_by_source[source.name] = PackedRows(open_source.store, order, open_source.limit)
+            sources.append(open_source)
+    phases = [MixturePhase(_mixture_parts(data.sources, sources, rows_by_source))]
     total_rows = phases[0].row_at(train.epochs or 1)
     if train.max_steps is not None:
         total_rows = train.max_steps * global_size
@@ -306,6 +314,6 @@ def check_source_repeats(
             "epochs, make the run shorter (train.max_steps, train.epochs), add documents, or raise "
             "its max_epochs if it is to be learned that often"
         )
-    if repeated := {name: times for name, times in passes.items() if times > 1}:
-        each = ", ".join(f"{name} {times:.2f} times" for name, times in repeated.items())
-        yield f"data.sources: the run passes over {each}; repeated documents are memorized"
+    if repeats := {name: times for name, times in passes.items() if times > 1}:
+        text = ", ".join(f"{name} {times:.2f} times" for name, times in repeats.items())
+        yield f"data.sources: the run passes over {text}; repeated documents are memorized"

@@ -154,14 +154,14 @@ class Trainer:
 
         The ranks learn that from the sum itself, so no rank waits in another collective.
         """
-        found = KlTerms()
+        terms = KlTerms()
         try:
-            mismatched = [b.mismatched for b in batches if b.mismatched]
-            found = sum_kl_terms(self.engine, mismatched, is_within_step=True)
+            mismatched_batches = [b.mismatched for b in batches if b.mismatched]
+            terms = sum_kl_terms(self.engine, mismatched_batches, is_within_step=True)
         except torch.OutOfMemoryError as error:
             self._note_out_of_memory(error)
-        moved, number, ran_out = self._comm.sum([*found, self.out_of_memory_reason is not None])
-        return None if ran_out else clamped_mean_kl(moved, number)
+        change, number, ran_out = self._comm.sum([*terms, self.out_of_memory_reason is not None])
+        return None if ran_out else clamped_mean_kl(change, number)
 
     def _note_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         if not self._repeats:

@@ -63,11 +63,11 @@ def assign_cores(
     among the ranks whose GPUs are at this node.
     """
     share = _split_cores(masks, reachable_cpus, local_rank, find_core, gpu_nodes)
-    place = gpu_nodes[local_rank] if gpu_nodes else None
-    if place is None or not place.cpus or share.cpus & place.cpus:
+    gpu_node = gpu_nodes[local_rank] if gpu_nodes else None
+    if gpu_node is None or not gpu_node.cpus or share.cpus & gpu_node.cpus:
         return share
     warning = (
-        f"a rank's GPU is at NUMA node {place.node}, where the rank has no CPU, so data takes a "
+        f"a rank's GPU is at NUMA node {gpu_node.node}, where the rank has no CPU, so data takes a "
         "longer path. mpirun --bind-to none or srun --cpu-bind=none lets hpc_tune pin ranks by "
         "their GPUs' nodes; if the job has no cores there, request whole nodes, or let Slurm "
         "choose with --gres-flags=enforce-binding"
@@ -82,38 +82,38 @@ def _split_cores(
     find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None],
 ) -> CoreShare:
-    own, num_ranks, warning = masks[local_rank], len(masks), None
-    same_mask_ranks = [rank for rank, mask in enumerate(masks) if mask == own]
+    pool, num_ranks, warning = masks[local_rank], len(masks), None
+    same_mask_ranks = [rank for rank, mask in enumerate(masks) if mask == pool]
     if (
         num_ranks > 1
-        and len(same_mask_ranks) == num_ranks > len(own)
-        and len(reachable_cpus) > len(own)
+        and len(same_mask_ranks) == num_ranks > len(pool)
+        and len(reachable_cpus) > len(pool)
     ):
         warning = (
-            f"the launcher pinned all {num_ranks} ranks of this node to {_format_cpus(own)} while "
+            f"the launcher pinned all {num_ranks} ranks of this node to {_format_cpus(pool)} while "
             f"{_format_cpus(reachable_cpus)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
-        own = reachable_cpus
-    if len(same_mask_ranks) > len(own):
-        num_cores = _num_cores(own, find_core)
-        return CoreShare(own, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
-    others: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
-    if others & own:
+        pool = reachable_cpus
+    if len(same_mask_ranks) > len(pool):
+        num_cores = _num_cores(pool, find_core)
+        return CoreShare(pool, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
+    other_cpus: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
+    if other_cpus & pool:
         num_cores = _num_cores(frozenset().union(*masks), find_core)
-        return CoreShare(own, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks)
-    cpus = _core_slice(own, len(same_mask_ranks), same_mask_ranks.index(local_rank), find_core)
+        return CoreShare(pool, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks)
+    cpus = _core_slice(pool, len(same_mask_ranks), same_mask_ranks.index(local_rank), find_core)
     num_cores = _num_cores(cpus, find_core)
-    fair = _num_cores(reachable_cpus, find_core) // num_ranks
-    if warning is None and 2 * num_cores <= fair:
+    fair_cores = _num_cores(reachable_cpus, find_core) // num_ranks
+    if warning is None and 2 * num_cores <= fair_cores:
         node_cores = _num_cores(reachable_cpus, find_core)
         warning = (
             f"a rank may use {num_cores} of the node's {node_cores} cores, "
-            f"while its share would be {fair}; if that is not intended, start with "
-            f"mpirun --bind-to none or srun --cpus-per-task={fair}"
+            f"while its share would be {fair_cores}; if that is not intended, start with "
+            f"mpirun --bind-to none or srun --cpus-per-task={fair_cores}"
         )
     pin = cpus != masks[local_rank]
-    if near_cpus := _slice_near_gpu(own, same_mask_ranks, local_rank, find_core, gpu_nodes):
+    if near_cpus := _slice_near_gpu(pool, same_mask_ranks, local_rank, find_core, gpu_nodes):
         cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, find_core), True
     return CoreShare(cpus, num_cores, num_cores, pin, warning)
 
@@ -125,15 +125,15 @@ def widest_cpu_mask() -> CpuMask:
     scheduler granted fewer CPUs of the node than that, it is unknown which ones, and the current
     mask is returned.
     """
-    now = frozenset(os.sched_getaffinity(0))
+    current_mask = frozenset(os.sched_getaffinity(0))
     try:
-        os.sched_setaffinity(0, range(max(os.cpu_count() or 1, max(now) + 1)))
+        os.sched_setaffinity(0, range(max(os.cpu_count() or 1, max(current_mask) + 1)))
         widest = frozenset(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, now)
+        os.sched_setaffinity(0, current_mask)
     except OSError:
-        return now
-    granted = granted_cpus(os.environ)
-    return now if granted is not None and len(widest) > granted else widest
+        return current_mask
+    num_granted = granted_cpus(os.environ)
+    return current_mask if num_granted is not None and len(widest) > num_granted else widest
 
 
 def to_cpu_ranges(mask: CpuMask) -> list[list[int]]:
@@ -172,11 +172,11 @@ def apply_core_share(share: CoreShare, threads: int) -> str | None:
     # step rebuilds 333 of 660 kernels, 0.6 ms each. Torch's layer loses nothing by caching one.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_CACHE_SIZE))
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
-    before = os.environ.get("OMP_NUM_THREADS")
+    old_value = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if before is None or before == str(threads):
+    if old_value is None or old_value == str(threads):
         return None
-    return f"OMP_NUM_THREADS={before} was set and is now {threads}; set run.threads to choose"
+    return f"OMP_NUM_THREADS={old_value} was set and is now {threads}; set run.threads to choose"
 
 
 def repin_threads_with_mask(before: CpuMask, cpus: CpuMask) -> None:
@@ -197,13 +197,13 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
     ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
     parts = []
     for (cores, threads, num_sharing_ranks), num in counts.most_common(4):
-        who = ("each" if len(shares) > 1 else "") if len(counts) == 1 else f"on {num} of them"
+        scope = ("each" if len(shares) > 1 else "") if len(counts) == 1 else f"on {num} of them"
         cores_text = "1 core" if cores == 1 else f"{cores} cores"
         threads_text = "1 thread" if threads == 1 else f"{threads} threads"
         if num_sharing_ranks > 1:
-            parts.append(f"{cores_text} shared by {num_sharing_ranks}, {threads_text} {who}")
+            parts.append(f"{cores_text} shared by {num_sharing_ranks}, {threads_text} {scope}")
         else:
-            parts.append(f"{cores_text} and {threads_text} {who}".rstrip())
+            parts.append(f"{cores_text} and {threads_text} {scope}".rstrip())
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
@@ -234,14 +234,16 @@ def _slice_near_gpu(
     """
     if not gpu_nodes or len(same_mask_ranks) == 1:
         return None
-    places = [place for rank in same_mask_ranks if (place := gpu_nodes[rank]) is not None]
-    if len(places) < len(same_mask_ranks):
+    nodes = [node for rank in same_mask_ranks if (node := gpu_nodes[rank]) is not None]
+    if len(nodes) < len(same_mask_ranks):
         return None
-    if any(len(place.cpus & mask) < places.count(place) for place in places):
+    if any(len(node.cpus & mask) < nodes.count(node) for node in nodes):
         return None
     index = same_mask_ranks.index(local_rank)
-    own = places[index]
-    return _core_slice(own.cpus & mask, places.count(own), places[:index].count(own), find_core)
+    own_node = nodes[index]
+    return _core_slice(
+        own_node.cpus & mask, nodes.count(own_node), nodes[:index].count(own_node), find_core
+    )
 
 
 def _num_cores(mask: CpuMask, find_core: CoreLookup) -> int:

@@ -89,12 +89,12 @@ def bootstrap(
     end_world_on_uncaught_error(None)
     processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
-    who = rank_label(None)
+    label = rank_label(None)
     # An unknown launcher may end before its ranks, as ssh does.
     if claim.launcher not in ("single", UNKNOWN_LAUNCHER):
-        watch_launcher(who)
+        watch_launcher(label)
     limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)
-    with time_limit("all ranks to start", limit_s, _START_HINT, who):
+    with time_limit("all ranks to start", limit_s, _START_HINT, label):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form with too few files
             _log_warnings([processes.file_shortage_warning(files, world.size)])
@@ -104,9 +104,9 @@ def bootstrap(
         share, threads, note = _set_cores(world, cores, settings)
     limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
     enable_expandable_segments(os.environ, settings.device)
-    _import_torch(channel, max(limit_s, settings.timeout), who)
-    with time_limit("all ranks to meet", limit_s, _START_HINT, who):
-        store, address, nonce, met = _open_store(world, channel, settings)
+    _import_torch(channel, max(limit_s, settings.timeout), label)
+    with time_limit("all ranks to meet", limit_s, _START_HINT, label):
+        store, address, nonce, store_warning = _open_store(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
         device, warning, gpu_nodes = _choose_device(
             world, exchange, settings, claim, refuses_unused_gpus
@@ -116,8 +116,8 @@ def bootstrap(
             share, threads, _ = _set_cores(world, cores, settings, gpu_nodes)
     _set_torch_threads(threads)
     cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
-    facts = _rank_facts(world, share, threads, [share.warning, note, met])
-    with time_limit("all ranks to describe themselves", limit_s, _START_HINT, who):
+    facts = _rank_facts(world, share, threads, [share.warning, note, store_warning])
+    with time_limit("all ranks to describe themselves", limit_s, _START_HINT, label):
         all_facts = all_gather(facts, cpu_group)
     comm = Comm(
         world=world,
@@ -170,8 +170,8 @@ def _log_world(comm: Comm, all_facts: list[dict[str, Any]], warning: str | None)
 
     if not comm.is_rank_0:
         return
-    place = affinity.describe_cores([f["cores"] for f in all_facts], comm.world.num_nodes)
-    log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
+    description = affinity.describe_cores([f["cores"] for f in all_facts], comm.world.num_nodes)
+    log.info("world   %s, via %s, %s", description, comm.world.launcher, comm.device.type)
     _log_warnings([untested_torch_warning(), *(note for f in all_facts for note in f["notes"])])
     _log_warnings([warning])
 
@@ -218,18 +218,18 @@ def _thread_state(name: str, task: Path) -> str | None:
         stat = (task / "stat").read_text()
     except OSError:
         return None
-    thread, _, rest = stat.partition("(")[2].rpartition(")")
-    return rest.split()[0] if thread == name else None
+    thread, _, fields = stat.partition("(")[2].rpartition(")")
+    return fields.split()[0] if thread == name else None
 
 
-def _import_torch(channel: Channel | None, limit_s: float, who: str) -> None:
+def _import_torch(channel: Channel | None, limit_s: float, label: str) -> None:
     """Import torch on all ranks; it takes minutes if thousands read it from one file system.
 
     The next time limit begins once all ranks have torch; with a store, which needs torch, each
     rank's limit begins after its own import.
     """
     hint = "the file system with the Python packages is slow, or does not answer on some node"
-    with time_limit("all ranks to import torch", limit_s, hint, who):
+    with time_limit("all ranks to import torch", limit_s, hint, label):
         import torch  # noqa: F401
 
         if channel is not None:
@@ -272,12 +272,12 @@ def _gather_core_masks(
     world: World, channel: Channel | None
 ) -> tuple[list[affinity.CpuMask], affinity.CpuMask]:
     """Return the masks of this node's ranks, and the CPUs that this rank could widen its own to."""
-    own = frozenset(os.sched_getaffinity(0))
-    masks = [own] * world.local_size  # torchrun pins nothing, so its ranks have equal masks
+    own_mask = frozenset(os.sched_getaffinity(0))
+    masks = [own_mask] * world.local_size  # torchrun pins nothing, so its ranks have equal masks
     if channel is not None:
-        rows = channel.all_gather([world.node, world.local_rank, affinity.to_cpu_ranges(own)])
-        on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
-        masks = [affinity.from_cpu_ranges(runs) for _, runs in on_node]
+        rows = channel.all_gather([world.node, world.local_rank, affinity.to_cpu_ranges(own_mask)])
+        local_rows = sorted((local, runs) for node, local, runs in rows if node == world.node)
+        masks = [affinity.from_cpu_ranges(runs) for _, runs in local_rows]
     return masks, affinity.widest_cpu_mask()
 
 
@@ -292,13 +292,13 @@ def _set_cores(
         masks, reachable, world.local_rank, affinity.physical_core, gpu_nodes
     )
     if world.size == 1 and world.launcher == "single":
-        own = masks[world.local_rank]
-        share = affinity.CoreShare(own, share.num_cores, share.threads, pin=False)
+        mask = masks[world.local_rank]
+        share = affinity.CoreShare(mask, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
-    before = frozenset(os.sched_getaffinity(0))
+    old_mask = frozenset(os.sched_getaffinity(0))
     note = affinity.apply_core_share(share, threads)
     if gpu_nodes and share.pin:
-        affinity.repin_threads_with_mask(before, share.cpus)
+        affinity.repin_threads_with_mask(old_mask, share.cpus)
     return share, threads, note
 
 
@@ -314,14 +314,14 @@ def _choose_device(
     Raises:
         WorldError: on every rank, if the ranks' devices do not fit together.
     """
-    wanted, own = settings.device, find_visible_gpus(settings.device)
-    seen = gather_visible_gpus(world, own, exchange)
-    if wanted == "auto" and own == VisibleGpus() and not refuses_unused_gpus:
-        wanted = "cpu"
-    device, report = pick_device(wanted, world, seen)
+    request, own_gpus = settings.device, find_visible_gpus(settings.device)
+    visible_gpus = gather_visible_gpus(world, own_gpus, exchange)
+    if request == "auto" and own_gpus == VisibleGpus() and not refuses_unused_gpus:
+        request = "cpu"
+    device, report = pick_device(request, world, visible_gpus)
     reports = [DeviceReport.from_json(row) for row in exchange.all_gather(asdict(report))]
     warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
-    nodes = numa_nodes_by_rank(seen) if device.type == "cuda" else []
+    nodes = numa_nodes_by_rank(visible_gpus) if device.type == "cuda" else []
     gpu_nodes = [
         None if n is None else affinity.NumaNode(n, read_numa_node_cpus(SYS, n)) for n in nodes
     ]
@@ -363,19 +363,19 @@ def _open_store(
 def _set_interface(world: World, address: str, interface: str | None) -> None:
     """Make gloo and NCCL use the interface to the other ranks, unless the user has set one."""
     names = {a.interface for a in local_addresses()}
-    chosen = [name for name in split_interfaces(interface) if name in names]
-    if not chosen and world.num_nodes == 1 and "lo" in names:
-        chosen = ["lo"]
-    elif not chosen:
+    interfaces = [name for name in split_interfaces(interface) if name in names]
+    if not interfaces and world.num_nodes == 1 and "lo" in names:
+        interfaces = ["lo"]
+    elif not interfaces:
         with contextlib.suppress(OSError):
-            towards = find_interface_to(str(socket.getaddrinfo(address, None)[0][4][0]))
-            chosen = [towards] if towards is not None else []
-    if not chosen:
+            egress_name = find_interface_to(str(socket.getaddrinfo(address, None)[0][4][0]))
+            interfaces = [egress_name] if egress_name is not None else []
+    if not interfaces:
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen[0])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[0])
     if world.num_nodes > 1:
         # "=" means no prefix match. Over TCP, NCCL uses all named interfaces; over a plugin, none.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(chosen)}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(interfaces)}")
 
 
 def init_groups(
@@ -393,10 +393,10 @@ def init_groups(
     seconds; ``warning``, about devices, may explain a failure. The group's collectives time out
     later than ``StallWatch``, which knows who is missing.
     """
-    who = world.label
+    label = world.label
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
     hint = hint if warning is None else f"{warning}. Or {hint}"
-    with time_limit("the devices of all ranks to connect", startup_limit_s, hint, who):
+    with time_limit("the devices of all ranks to connect", startup_limit_s, hint, label):
         group = _new_groups(world, device, store, timeout_s)
         _connect_devices(world, device, hint)
     return group
@@ -441,12 +441,12 @@ def _connect_devices(world: World, device: "torch.device", hint: str) -> None:
     import torch.distributed as dist
 
     try:
-        word = torch.zeros(1, device=device)
-        dist.all_reduce(word)
-        word.tolist()  # a device's error shows only when the result is read
+        probe = torch.zeros(1, device=device)
+        dist.all_reduce(probe)
+        probe.tolist()  # a device's error shows only when the result is read
     except RuntimeError as error:
-        who = world.label
-        raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
+        label = world.label
+        raise WorldError(f"{label} on {device} could not connect: {error}. {hint}") from error
 
 
 def _pid_namespace() -> str:
@@ -492,13 +492,13 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
         return None
     roster = _renumber_roster(comm, ranks)
     rank = list(ranks).index(comm.world.rank)
-    on_node = [peer.rank for peer in roster if peer.node == roster[rank].node]
+    node_ranks = [peer.rank for peer in roster if peer.node == roster[rank].node]
     world = replace(
         comm.world,
         rank=rank,
         size=len(ranks),
-        local_rank=on_node.index(rank),
-        local_size=len(on_node),
+        local_rank=node_ranks.index(rank),
+        local_size=len(node_ranks),
         node=roster[rank].node,
         num_nodes=len({peer.node for peer in roster}),
     )
@@ -523,12 +523,12 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
 
 def wait_as_idle_rank(comm: Comm) -> int:
     """Wait for the run's end and return its exit code; ``comm`` is the one before ``regroup``."""
-    ended, code = StoreKeys(comm.store, "ended"), None
+    exit_code_keys, code = StoreKeys(comm.store, "ended"), None
     while code is None:
         time.sleep(_POLL_S)
         try:
-            if ended.is_set():
-                code = int(ended.get())
+            if exit_code_keys.is_set():
+                code = int(exit_code_keys.get())
                 StoreKeys(comm.store, "left").add(1)
             elif StoreKeys(comm.store, FAILURE_KEY).is_set():
                 code = EXIT_FAILED
@@ -544,8 +544,8 @@ def release_idle_ranks(store: "Store", num_idle: int, exit_code: int) -> None:
     if not num_idle:
         return
     StoreKeys(store, "ended").set(exit_code)
-    left, until_s = StoreKeys(store, "left"), time.monotonic() + _EXIT_LIMIT_S
-    while left.add(0) < num_idle and time.monotonic() < until_s:
+    departures, until_s = StoreKeys(store, "left"), time.monotonic() + _EXIT_LIMIT_S
+    while departures.add(0) < num_idle and time.monotonic() < until_s:
         time.sleep(0.1)
 
 

@@ -130,8 +130,8 @@ class Comm:
 
     def begin(self, what: str) -> str:
         """Note what this rank does from now on; return what it did before."""
-        before, self.activity[:] = self.activity[0], [what]
-        return before
+        previous_activity, self.activity[:] = self.activity[0], [what]
+        return previous_activity
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the object of rank ``src``; the other ranks' are ignored. Collective."""
@@ -159,12 +159,12 @@ class Comm:
         from hpc_tune.torch_versions import all_gather
 
         self._require_no_solo_work()
-        own = torch.tensor(values, dtype=torch.float64)
+        own_values = torch.tensor(values, dtype=torch.float64)
         if self.world.size == 1:
-            return [[number] for number in own.tolist()]
-        of_all = own.new_empty(self.world.size * len(values))
-        all_gather(of_all, own, self.cpu_group)
-        result: list[list[float]] = of_all.view(self.world.size, -1).T.tolist()
+            return [[number] for number in own_values.tolist()]
+        all_values = own_values.new_empty(self.world.size * len(values))
+        all_gather(all_values, own_values, self.cpu_group)
+        result: list[list[float]] = all_values.view(self.world.size, -1).T.tolist()
         return result
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -208,8 +208,8 @@ class Comm:
         first = int(self._reduce([rank if error else size], dist.ReduceOp.MIN)[0])
         if first == size:
             return
-        own = (str(error), error.exit_code) if error else ("", 0)
-        message, exit_code = self.broadcast(own, src=first)
+        own_report = (str(error), error.exit_code) if error else ("", 0)
+        message, exit_code = self.broadcast(own_report, src=first)
         if error is not None and rank == first:
             raise error
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
@@ -220,7 +220,7 @@ class Comm:
         ``work`` must not contain a collective. An OSError that ``DiskError`` describes is one too.
         """
         self._require_no_solo_work()
-        before = self.begin(what)
+        previous_activity = self.begin(what)
         result: T | None = None
         error: HpcTuneError | None = None
         self.solo_work.append(what)
@@ -235,7 +235,7 @@ class Comm:
         finally:
             self.solo_work.pop()
         self.agree_on_error(error, what)
-        self.begin(before)
+        self.begin(previous_activity)
         return result  # type: ignore[return-value]
 
     def run_on_rank_0(self, what: str, work: Callable[[], T]) -> T:

@@ -59,16 +59,18 @@ def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
     nodes: dict[int, list[DeviceReport]] = defaultdict(list)
     for report in reports:
         nodes[report.node].append(report)
-    told = []
-    for here in nodes.values():
-        used = {report.uuid for report in here if not report.uuid.startswith("MIG-")}
-        few = [report.reachable for report in here if 0 < report.reachable < len(used)]
-        if few:
-            told.append(f"{here[0].hostname}: ranks may open {min(few)} of the {len(used)} GPUs")
-    if not told:
+    lines = []
+    for peers in nodes.values():
+        uuids = {report.uuid for report in peers if not report.uuid.startswith("MIG-")}
+        counts = [report.reachable for report in peers if 0 < report.reachable < len(uuids)]
+        if counts:
+            lines.append(
+                f"{peers[0].hostname}: ranks may open {min(counts)} of the {len(uuids)} GPUs"
+            )
+    if not lines:
         return None
     return (
-        f"{list_some(told, 4, '; ')}; the device files of the other GPUs are hidden (cgroups, or "
+        f"{list_some(lines, 4, '; ')}; the device files of the other GPUs are hidden (cgroups, or "
         "a container for each rank): NCCL sends through the host's memory instead of NVLink, 5 to "
         '10 times as slow, or fails with "invalid device ordinal". Show each rank all GPUs of the '
         "node: in Slurm --gpus-per-node without --gpus-per-task and --gpu-bind; one container for "
@@ -122,11 +124,11 @@ def find_visible_gpus(request: Literal["auto", "cpu", "cuda"], folder: Path = SY
     if request == "cpu" or not torch.cuda.is_available():
         return VisibleGpus()
     try:
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:
         return VisibleGpus(error=first_line(error))
-    numa_nodes = tuple(read_numa_node(pci_device_path(folder, pci_address(gpu))) for gpu in found)
-    return VisibleGpus(name_gpus(found, os.environ), numa_nodes)
+    numa_nodes = tuple(read_numa_node(pci_device_path(folder, pci_address(gpu))) for gpu in gpus)
+    return VisibleGpus(name_gpus(gpus, os.environ), numa_nodes)
 
 
 def gather_visible_gpus(
@@ -149,17 +151,17 @@ def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ..
     then sees only this slice, whose name is in CUDA_VISIBLE_DEVICES. If names are equal within a
     process, as they may be for the parts of one AMD GPU, their indices are appended.
     """
-    shown = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if len(found) == 1 and shown.startswith("MIG-"):
-        return (shown.partition(",")[0],)
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if len(found) == 1 and visible_devices.startswith("MIG-"):
+        return (visible_devices.partition(",")[0],)
     names = []
     for index, gpu in enumerate(found):
         uuid = str(getattr(gpu, "uuid", ""))
-        known = bool(uuid.strip("0-"))
-        place = pci_address(gpu)
-        if known and place and str(getattr(gpu, "gcnArchName", "")).startswith("gfx"):
-            uuid = f"{uuid} at {place}"
-        names.append(uuid if known else place or f"device {index}")
+        has_uuid = bool(uuid.strip("0-"))
+        address = pci_address(gpu)
+        if has_uuid and address and str(getattr(gpu, "gcnArchName", "")).startswith("gfx"):
+            uuid = f"{uuid} at {address}"
+        names.append(uuid if has_uuid else address or f"device {index}")
     if len(set(names)) == len(names):
         return tuple(names)
     return tuple(f"{name}, {index}" for index, name in enumerate(names))
@@ -208,35 +210,35 @@ def pick_device(
     """
     import torch
 
-    cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
+    cpu, identity = torch.device("cpu"), (world.rank, world.node, world.hostname)
     own_gpus = visible_gpus[world.rank]
     if not own_gpus.names:
         error = None
         if request == "cuda" or own_gpus.error:
-            shown = ", ".join(
+            settings = ", ".join(
                 f"{n} is {os.environ[n]}" for n in VISIBILITY_VARIABLES if n in os.environ
             )
-            found = f"cannot start CUDA ({own_gpus.error})" if own_gpus.error else "finds no GPU"
+            issue = f"cannot start CUDA ({own_gpus.error})" if own_gpus.error else "finds no GPU"
             error = (
-                f"run.device={request}, but torch {torch.__version__} {found} on {world.hostname} "
-                f"({shown or f'{_gpus_variable()} is unset'}); request GPUs for the job, or set "
+                f"run.device={request}, but torch {torch.__version__} {issue} on {world.hostname} "
+                f"({settings or f'{_gpus_variable()} is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
         elif request == "auto":
             unused = explain_unused_gpus(world.hostname)
             if unused is not None and not unused.is_error:
-                return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
+                return cpu, DeviceReport(*identity, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
-        return cpu, DeviceReport(*rank, "cpu", error=error)
-    names = {other: gpus.names for other, gpus in visible_gpus.items()}
+        return cpu, DeviceReport(*identity, "cpu", error=error)
+    names = {rank: gpus.names for rank, gpus in visible_gpus.items()}
     gpu_by_rank = assign_gpus(names)
     if world.rank not in gpu_by_rank:
         error = _describe_gpu_shortage(world, names, gpu_by_rank)
-        return cpu, DeviceReport(*rank, "cuda", visible=own_gpus.names, error=error)
+        return cpu, DeviceReport(*identity, "cuda", visible=own_gpus.names, error=error)
     device = torch.device("cuda", own_gpus.names.index(gpu_by_rank[world.rank]))
     torch.cuda.set_device(device)
     uuid, reachable = gpu_by_rank[world.rank], count_openable_gpus()
-    return device, DeviceReport(*rank, "cuda", uuid, own_gpus.names, reachable=reachable)
+    return device, DeviceReport(*identity, "cuda", uuid, own_gpus.names, reachable=reachable)
 
 
 def explain_unused_gpus(host: str) -> UnusedGpus | None:
@@ -279,51 +281,51 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     for report in reports:
         if report.error is not None:
             raise WorldError(report.error)
-    without = sorted({r.hostname for r in reports if r.kind == "cpu"})
-    if without and len({r.kind for r in reports}) > 1:
+    cpu_hosts = sorted({r.hostname for r in reports if r.kind == "cpu"})
+    if cpu_hosts and len({r.kind for r in reports}) > 1:
         raise WorldError(
-            f"some ranks have a GPU, those on {', '.join(without[:8])} have none; check "
+            f"some ranks have a GPU, those on {', '.join(cpu_hosts[:8])} have none; check "
             "these nodes (nvidia-smi, or rocm-smi for AMD), or set run.device=cpu"
         )
-    if without:
+    if cpu_hosts:
         return next((report.unused for report in reports if report.unused), None)
     owners: dict[str, list[int]] = defaultdict(list)
-    shown: dict[int, set[str]] = defaultdict(set)
+    node_gpus: dict[int, set[str]] = defaultdict(set)
     hosts: dict[int, str] = {}
     for report in reports:
         owners[report.uuid].append(report.rank)
-        shown[report.node] |= set(report.visible)
+        node_gpus[report.node] |= set(report.visible)
         hosts[report.node] = report.hostname
     for uuid, ranks in owners.items():
         if len(ranks) > 1:
-            where = reports[ranks[0]]
+            first_report = reports[ranks[0]]
             raise WorldError(
-                f"ranks {list_some(ranks, 8)} on {where.hostname} share one GPU ({uuid}) of "
-                f"{len(shown[where.node])} visible; start one rank per GPU"
+                f"ranks {list_some(ranks, 8)} on {first_report.hostname} share one GPU ({uuid}) of "
+                f"{len(node_gpus[first_report.node])} visible; start one rank per GPU"
             )
-    idle = {node: sorted(uuids - owners.keys()) for node, uuids in shown.items()}
+    idle = {node: sorted(uuids - owners.keys()) for node, uuids in node_gpus.items()}
     lines = [
-        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({list_some(uuids, 8)})"
+        f"{hosts[node]}: {len(uuids)} of {len(node_gpus[node])} GPUs idle ({list_some(uuids, 8)})"
         for node, uuids in sorted(idle.items())
         if uuids
     ]
     if not lines:
         return None
     text = "; ".join(lines[:8])
-    num_gpus = max(map(len, shown.values()))
+    num_gpus = max(map(len, node_gpus.values()))
     if not launched:
         return f"{text}; one process uses one GPU, mpirun -np {num_gpus} would use all"
     raise WorldError(f"{text}; {_idle_gpu_remedy(reports, num_gpus)}")
 
 
 def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
-    most = max(len(report.visible) for report in reports)
-    apart = len({(r.node, gpu) for r in reports for gpu in r.visible}) == sum(
+    max_gpus = max(len(report.visible) for report in reports)
+    is_disjoint = len({(r.node, gpu) for r in reports for gpu in r.visible}) == sum(
         len(report.visible) for report in reports
     )
-    if apart and num_gpus > most:
+    if is_disjoint and num_gpus > max_gpus:
         return (
-            f"a rank was given up to {most} GPUs and uses one: start {num_gpus} ranks per node "
+            f"a rank was given up to {max_gpus} GPUs and uses one: start {num_gpus} ranks per node "
             f"(--ntasks-per-node={num_gpus}) that each see all GPUs (--gpus-per-node={num_gpus}, "
             "without --gpus-per-task)"
         )
@@ -339,23 +341,24 @@ def _describe_gpu_shortage(
     """Describe the ranks that see too few GPUs: this rank, and ranks that could make room."""
     gpus = set(visible_gpus[world.rank])
     while (
-        more := {g for r, gpu in gpu_by_rank.items() if gpu in gpus for g in visible_gpus[r]} - gpus
+        new_gpus := {g for r, gpu in gpu_by_rank.items() if gpu in gpus for g in visible_gpus[r]}
+        - gpus
     ):
-        gpus |= more
+        gpus |= new_gpus
     ranks = [rank for rank, names in visible_gpus.items() if names and gpus.issuperset(names)]
-    together = len({gpu for names in visible_gpus.values() for gpu in names})
-    what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
-    what += f" ({list_some(sorted(gpus), 8)})"
-    text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {what}"
+    num_gpus = len({gpu for names in visible_gpus.values() for gpu in names})
+    gpus_text = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    gpus_text += f" ({list_some(sorted(gpus), 8)})"
+    text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {gpus_text}"
     num_ranks = len(visible_gpus)
-    if together >= num_ranks:
+    if num_gpus >= num_ranks:
         return (
-            f"{text}, while its {num_ranks} ranks see {together} in all; show each rank all GPUs "
+            f"{text}, while its {num_ranks} ranks see {num_gpus} in all; show each rank all GPUs "
             "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
-        f"{text}; {num_ranks} ranks run there and see {together} in all: start {together} per "
-        f"node (--ntasks-per-node={together}), request {num_ranks} GPUs per node "
+        f"{text}; {num_ranks} ranks run there and see {num_gpus} in all: start {num_gpus} per "
+        f"node (--ntasks-per-node={num_gpus}), request {num_ranks} GPUs per node "
         f"(--gpus-per-node={num_ranks}), or set run.device=cpu"
     )
 
@@ -397,7 +400,7 @@ def gpus_can_map_memory() -> bool:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    num, found = ctypes.c_int(), ctypes.c_int()
+    num, attribute = ctypes.c_int(), ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(num)):
         return False
     for index in range(num.value):
@@ -405,8 +408,8 @@ def gpus_can_map_memory() -> bool:
         if cuda.cuDeviceGet(ctypes.byref(device), index):
             return False
         if (
-            cuda.cuDeviceGetAttribute(ctypes.byref(found), _MEMORY_MAPPING_ATTRIBUTE, device)
-            or not found.value
+            cuda.cuDeviceGetAttribute(ctypes.byref(attribute), _MEMORY_MAPPING_ATTRIBUTE, device)
+            or not attribute.value
         ):
             return False
     return num.value > 0
@@ -433,17 +436,21 @@ def read_allocator_settings() -> Mapping[str, Any]:
     import torch
 
     try:
-        found = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     except (AttributeError, RuntimeError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
     alloc_conf = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
-    told = settings.get("expandable_segments")
-    if _EXPANDABLE_SEGMENTS not in alloc_conf or told is None or str(told).lower() in ("true", "1"):
+    value = settings.get("expandable_segments")
+    if (
+        _EXPANDABLE_SEGMENTS not in alloc_conf
+        or value is None
+        or str(value).lower() in ("true", "1")
+    ):
         return None
     return (
         f"torch has not read {_EXPANDABLE_SEGMENTS} from the environment, so GPU memory fragments: "

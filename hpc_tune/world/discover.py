@@ -122,8 +122,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     if claim.launcher == UNKNOWN_LAUNCHER:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN_LAUNCHER), None
-    if (changed := disable_gpu_aware_mpi(os.environ)) is not None:
-        log.info("%s", changed)
+    if (message := disable_gpu_aware_mpi(os.environ)) is not None:
+        log.info("%s", message)
     if not claim.uses_mpi:
         return _world_from_claim(launcher, claim, environ), None
     os.environ.setdefault(*OPENMPI_YIELD_WHEN_IDLE)
@@ -149,13 +149,13 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     mpi_comm = MPI.COMM_WORLD
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     if claim.size not in (None, size) or claim.rank not in (None, rank):
-        place = f"MPI says rank {rank} of {size}"
-        raise _wrong_mpi_error(launcher, claim, place, library, environ)
-    on_node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
-    lowest = on_node.bcast(rank if on_node.Get_rank() == 0 else None)
-    on_node.Free()
+        problem = f"MPI says rank {rank} of {size}"
+        raise _wrong_mpi_error(launcher, claim, problem, library, environ)
+    node_comm = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    lowest_rank = node_comm.bcast(rank if node_comm.Get_rank() == 0 else None)
+    node_comm.Free()
     hostname = socket.gethostname()
-    rows = mpi_comm.allgather((lowest, make_host_key(), claim.local_size))
+    rows = mpi_comm.allgather((lowest_rank, make_host_key(), claim.local_size))
     nodes = number_nodes(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,
@@ -204,7 +204,7 @@ def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
     """
     name = claim.libmpi or ""
     mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
-    folders = [environ.get(known.library_folder_variable or "", "") for known in LAUNCHERS]
+    folders = [environ.get(launcher.library_folder_variable or "", "") for launcher in LAUNCHERS]
     folders += [str(Path(mpirun).resolve().parent.parent / "lib")] if mpirun else []
     for folder in filter(None, folders):
         if (Path(folder) / name).exists():

@@ -149,19 +149,19 @@ def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | N
 
 def gone_error(gone_ranks: Sequence[Peer], roster: Sequence[Peer], operation: str) -> GoneError:
     """Return the error that names the ranks that have ended, or their host if all of it is gone."""
-    said, lost_hosts = [], []
+    names, lost_hosts = [], []
     for node in dict.fromkeys(peer.node for peer in gone_ranks):
-        of_node = [peer for peer in roster if peer.node == node]
+        node_peers = [peer for peer in roster if peer.node == node]
         lost_peers = [peer for peer in gone_ranks if peer.node == node]
-        if len(lost_peers) == len(of_node) and any(peer.node != node for peer in roster):
+        if len(lost_peers) == len(node_peers) and any(peer.node != node for peer in roster):
             lost_hosts.append(lost_peers[0].hostname)
-            said.append(f"host {lost_peers[0].hostname} ({format_ranks(lost_peers)})")
+            names.append(f"host {lost_peers[0].hostname} ({format_ranks(lost_peers)})")
         else:
-            said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost_peers]
-    verb = "is" if len(said) == 1 else "are"
+            names += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost_peers]
+    verb = "is" if len(names) == 1 else "are"
     facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone_ranks]}
     return GoneError(
-        f"{list_some(said, _MAX_NAMED_RANKS, ', ')} {verb} gone while {operation}", facts
+        f"{list_some(names, _MAX_NAMED_RANKS, ', ')} {verb} gone while {operation}", facts
     )
 
 
@@ -185,11 +185,13 @@ def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], size: int) -> 
     """
     if missing := [rank for rank in range(size) if rank not in progress_by_rank]:
         return missing
-    most = max(place.entered for place in progress_by_rank.values())
-    if behind := [rank for rank in range(size) if progress_by_rank[rank].entered < most]:
-        return behind
-    busy = [rank for rank in range(size) if not progress_by_rank[rank].waits]
-    return busy if len(busy) < size else []
+    max_entered = max(progress.entered for progress in progress_by_rank.values())
+    if behind_ranks := [
+        rank for rank in range(size) if progress_by_rank[rank].entered < max_entered
+    ]:
+        return behind_ranks
+    busy_ranks = [rank for rank in range(size) if not progress_by_rank[rank].waits]
+    return busy_ranks if len(busy_ranks) < size else []
 
 
 def stalled_error(
@@ -205,31 +207,31 @@ def stalled_error(
     ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have
     ended. ``trace``: the folder of the traces of collectives, if any.
     """
-    late = find_late_ranks(progress_by_rank, len(roster))
-    said = [
+    late_ranks = find_late_ranks(progress_by_rank, len(roster))
+    texts = [
         _describe_late_rank(roster[rank], progress_by_rank.get(rank), rank in gone_ranks)
-        for rank in late
+        for rank in late_ranks
     ]
-    if not late:
-        lines = sorted({place.line for place in progress_by_rank.values()})
-        said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
+    if not late_ranks:
+        lines = sorted({progress.line for progress in progress_by_rank.values()})
+        texts = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
     words = (
-        f"{operation}: no progress for {limit_s:.0f} s (run.timeout): {list_some(said, 4, '; ')}"
+        f"{operation}: no progress for {limit_s:.0f} s (run.timeout): {list_some(texts, 4, '; ')}"
     )
-    facts: dict[str, object] = {"during": operation, "late_ranks": late}
+    facts: dict[str, object] = {"during": operation, "late_ranks": late_ranks}
     if trace is not None:
         words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
         facts["trace"] = trace
     return StalledError(words, facts)
 
 
-def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -> str:
-    who = _describe_process(peer)
+def _describe_late_rank(peer: Peer, progress: RankProgress | None, is_gone: bool) -> str:
+    process = _describe_process(peer)
     if is_gone:
-        return f"{who} is gone"
-    if place is None:
-        return f"{who} does not answer: its process is stopped, or hangs outside of Python"
-    return f"{who} has not arrived: it is at {place.activity}, {place.line}"
+        return f"{process} is gone"
+    if progress is None:
+        return f"{process} does not answer: its process is stopped, or hangs outside of Python"
+    return f"{process} has not arrived: it is at {progress.activity}, {progress.line}"
 
 
 def _describe_process(peer: Peer) -> str:
@@ -271,13 +273,13 @@ def format_ranks(peers: Sequence[Peer]) -> str:
 
 def find_dead_peers(comm: Comm) -> list[Peer]:
     """Return the ranks of this node whose process is gone or a zombie."""
-    own = comm.world
+    world = comm.world
     if not comm.sees_local_pids:
         return []
     return [
         peer
         for peer in comm.roster
-        if peer.node == own.node and peer.rank != own.rank and not is_alive(peer.pid)
+        if peer.node == world.node and peer.rank != world.rank and not is_alive(peer.pid)
     ]
 
 
@@ -341,22 +343,24 @@ def rank_label(comm: Comm | None) -> str:
     return comm.world.label
 
 
-def _describe_failure(who: str, error: BaseException, comm: Comm | None) -> Failure:
+def _describe_failure(label: str, error: BaseException, comm: Comm | None) -> Failure:
     if isinstance(error, ResumableStop):
-        return Failure(f"{who}: ", str(error))
+        return Failure(f"{label}: ", str(error))
     if isinstance(error, HpcTuneError):
         facts = error.facts if isinstance(error, WorldError) else {}
-        return Failure(f"error on {who}: ", str(error), facts)
+        return Failure(f"error on {label}: ", str(error), facts)
     while_ = "" if comm is None else f" while {comm.activity[0]}"
-    named = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARS]
+    error_text = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARS]
     if not is_broken_connection(error):
         return Failure(
-            "error: ", f"{who} failed{while_}: {named}", details=_format_traceback(error)
+            "error: ", f"{label} failed{while_}: {error_text}", details=_format_traceback(error)
         )
-    wrong = "lost the connection to another rank"
+    problem = "lost the connection to another rank"
     if any(word in str(error).lower() for word in _TIMEOUT_SIGNS):
-        wrong = "had no answer from another rank within run.timeout"
-    return Failure("error: ", f"{who} {wrong}{while_}: {named}", details=_format_traceback(error))
+        problem = "had no answer from another rank within run.timeout"
+    return Failure(
+        "error: ", f"{label} {problem}{while_}: {error_text}", details=_format_traceback(error)
+    )
 
 
 def _format_traceback(error: BaseException) -> str:
@@ -364,18 +368,18 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _wait_for_lost_ranks(comm: Comm) -> list[Peer]:
-    elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
-    others_know = len(elsewhere) > len(set(elsewhere)) or (
-        elsewhere and comm.world.rank != comm.store_rank
+    remote_nodes = [peer.node for peer in comm.roster if peer.node != comm.world.node]
+    others_know = len(remote_nodes) > len(set(remote_nodes)) or (
+        remote_nodes and comm.world.rank != comm.store_rank
     )
     until_s = time.monotonic()
     until_s += liveness.OTHER_RANKS_REPORT_LIMIT_S if others_know else liveness.DEATH_NOTICE_LIMIT_S
     while time.monotonic() < until_s:
         if dead := find_dead_peers(comm):
             return dead
-        ended = comm.watch.ended_ranks() if comm.watch is not None else set()
-        if ended:
-            return [peer for peer in comm.roster if peer.rank in ended]
+        ended_ranks = comm.watch.ended_ranks() if comm.watch is not None else set()
+        if ended_ranks:
+            return [peer for peer in comm.roster if peer.rank in ended_ranks]
         time.sleep(0.01)
     return []
 

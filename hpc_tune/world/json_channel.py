@@ -122,14 +122,14 @@ class StarChannel:
     def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's value, by rank; ``limit_s`` replaces the star's own limit."""
         if limit_s is not None:
-            before = {rank: peer.gettimeout() for rank, peer in self._peers.items()}
+            old_limits_s = {rank: peer.gettimeout() for rank, peer in self._peers.items()}
             for peer in self._peers.values():
                 peer.settimeout(limit_s)
             try:
                 return self.all_gather(value)
             finally:
                 for rank, peer in self._peers.items():
-                    peer.settimeout(before[rank])
+                    peer.settimeout(old_limits_s[rank])
         if self._world.rank:
             _send(self._peers[0], value)
             values: list[Any] = _receive(self._peers[0])
@@ -150,8 +150,8 @@ class StarChannel:
     def _accept_all_peers(
         self, hosts: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
     ) -> None:
-        with contextlib.ExitStack() as open_ones:
-            listeners = [open_ones.enter_context(s) for s in _listen(hosts, ports)]
+        with contextlib.ExitStack() as open_sockets:
+            listeners = [open_sockets.enter_context(s) for s in _listen(hosts, ports)]
             widen_s = time.monotonic() + _WIDEN_AFTER_S if self._world.num_nodes > 1 else deadline_s
             while len(self._peers) < self._world.size - 1:
                 if time.monotonic() > deadline_s:
@@ -164,9 +164,9 @@ class StarChannel:
                     )
                 if time.monotonic() > widen_s:
                     widen_s = deadline_s
-                    open_ones.close()  # a port cannot be bound to one address and to all
+                    open_sockets.close()  # a port cannot be bound to one address and to all
                     listeners = [
-                        open_ones.enter_context(s) for s in _listen(_ALL_INTERFACES, ports)
+                        open_sockets.enter_context(s) for s in _listen(_ALL_INTERFACES, ports)
                     ]
                 ready, _, _ = select.select(listeners, [], [], _POLL_S)
                 for listener in ready:
@@ -194,25 +194,25 @@ class StarChannel:
     def _connect(
         self, addresses: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
     ) -> socket.socket:
-        seen = "no attempt"
+        cause = "no attempt"
         while time.monotonic() < deadline_s:
             for address in addresses:
                 try:
                     # Once per round, not per port: a name that does not resolve can take seconds.
                     ips = _resolve(address)
                 except OSError as error:
-                    seen = f"{address}: {error}"
+                    cause = f"{address}: {error}"
                     continue
                 for ip, port in itertools.product(ips, ports):
                     try:
                         return self._handshake(str(ip), port, limit_s)
                     except (OSError, ValueError, AttributeError, WorldError) as error:
-                        seen = f"{address} ({ip}) port {port}: {error}"
+                        cause = f"{address} ({ip}) port {port}: {error}"
             time.sleep(0.2)
         raise WorldError(
             f"{self._world.label} could not reach rank 0 at "
             f"{', '.join(addresses)} (ports {ports[0]}-{ports[-1]}) within {limit_s:.0f} s; last: "
-            f"{seen}. Check that the compute nodes may connect to each other, or start with mpirun"
+            f"{cause}. Check that the compute nodes may connect to each other, or start with mpirun"
         )
 
     def _handshake(self, ip: str, port: int, limit_s: float) -> socket.socket:
@@ -243,23 +243,23 @@ def _own_addresses(addresses: Sequence[str]) -> list[str]:
     If there are none, return all interfaces: a host's own name may resolve to loopback on the host
     itself, as on Debian.
     """
-    own: list[str] = []
+    own_ips: list[str] = []
     for address in addresses:
         with contextlib.suppress(OSError):
             for ip in _resolve(address):
                 if (
                     not ipaddress.ip_address(ip).is_loopback
                     and _is_own_address(ip)
-                    and ip not in own
+                    and ip not in own_ips
                 ):
-                    own.append(ip)
-    return own or list(_ALL_INTERFACES)
+                    own_ips.append(ip)
+    return own_ips or list(_ALL_INTERFACES)
 
 
 def _resolve(address: str) -> list[str]:
     """Return the addresses of a host, of either IP version."""
-    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _is_own_address(ip: str) -> bool:

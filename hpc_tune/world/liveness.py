@@ -147,14 +147,14 @@ def make_stall_check(
     It counts its calls and reads no clock, so a job that was suspended as a whole does not look
     hung.
     """
-    seen: object = None
+    last_mark: object = None
     still_s = 0.0
 
     def look() -> bool:
-        nonlocal seen, still_s
-        now = progress_mark()
-        still_s = still_s + every_s if now == seen else 0.0
-        seen = now
+        nonlocal last_mark, still_s
+        mark = progress_mark()
+        still_s = still_s + every_s if mark == last_mark else 0.0
+        last_mark = mark
         if still_s < limit_s:
             return False
         act()

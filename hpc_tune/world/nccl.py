@@ -48,14 +48,14 @@ def find_group_errors() -> list[str]:
     import torch
     from torch.distributed import distributed_c10d
 
-    found = []
+    error_names = []
     for group in [*distributed_c10d._world.pg_map]:
         try:
             backend: Any = group._get_backend(torch.device("cuda"))
-            found.append(str(backend.get_error().name))
+            error_names.append(str(backend.get_error().name))
         except (AttributeError, RuntimeError):  # a CPU group, or one that is being destroyed
             continue
-    return [name for name in found if name != "SUCCESS"]
+    return [name for name in error_names if name != "SUCCESS"]
 
 
 class NcclWatch:

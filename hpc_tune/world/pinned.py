@@ -42,10 +42,10 @@ def split_into_blocks(num_bytes: int) -> list[int]:
     For data that may be spread over several blocks: each is a power of two, the largest is first.
     """
     step = max(_ALIGNMENT, next_power_of_two(num_bytes) // 32)
-    left, blocks = math.ceil(num_bytes / step) * step, []
-    while left:
-        blocks.append(1 << (left.bit_length() - 1))
-        left -= blocks[-1]
+    remaining_bytes, blocks = math.ceil(num_bytes / step) * step, []
+    while remaining_bytes:
+        blocks.append(1 << (remaining_bytes.bit_length() - 1))
+        remaining_bytes -= blocks[-1]
     return blocks
 
 
@@ -84,20 +84,20 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
     """
     unplaced = sorted((n for n, size in enumerate(sizes) if size), key=lambda n: -sizes[n])
     places: list[BlockOffset | None] = [None] * len(sizes)
-    filled: list[tuple[int, dict[int, int]]] = []  # blocks: bytes, and offsets of tensors
+    blocks: list[tuple[int, dict[int, int]]] = []  # blocks: bytes, and offsets of tensors
     best: list[tuple[int, dict[int, int]]] = []
     while unplaced:
-        whole = next_power_of_two(sum(_align(sizes[n]) for n in unplaced))
+        total_bytes = next_power_of_two(sum(_align(sizes[n]) for n in unplaced))
         largest = next_power_of_two(sizes[unplaced[0]])
-        most = max(_MAX_BLOCK_BYTES, largest)
-        if whole <= most:
-            ends = [*filled, _fill_block(whole, unplaced, sizes)]
-            if not best or sum(size for size, _ in ends) < sum(size for size, _ in best):
-                best = ends
-        if whole <= max(_MIN_SPLIT_BYTES, largest):
+        max_bytes = max(_MAX_BLOCK_BYTES, largest)
+        if total_bytes <= max_bytes:
+            candidate = [*blocks, _fill_block(total_bytes, unplaced, sizes)]
+            if not best or sum(size for size, _ in candidate) < sum(size for size, _ in best):
+                best = candidate
+        if total_bytes <= max(_MIN_SPLIT_BYTES, largest):
             break
-        filled.append(_fill_block(min(most, max(whole // 2, largest)), unplaced, sizes))
-        unplaced = [n for n in unplaced if n not in filled[-1][1]]
+        blocks.append(_fill_block(min(max_bytes, max(total_bytes // 2, largest)), unplaced, sizes))
+        unplaced = [n for n in unplaced if n not in blocks[-1][1]]
     for block, (_, offsets) in enumerate(best):
         for number, offset in offsets.items():
             places[number] = BlockOffset(block, offset)
@@ -105,16 +105,16 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
 
 
 def _fill_block(
-    block: int, unplaced: Sequence[int], sizes: Sequence[int]
+    block_size: int, unplaced: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
     """Return a block with the offsets of the unplaced tensors that fit into it."""
     offsets: dict[int, int] = {}
-    at = 0
+    offset = 0
     for number in unplaced:
-        if at + sizes[number] <= block:
-            offsets[number] = at
-            at += _align(sizes[number])
-    return block, offsets
+        if offset + sizes[number] <= block_size:
+            offsets[number] = offset
+            offset += _align(sizes[number])
+    return block_size, offsets
 
 
 def _align(num_bytes: int) -> int:

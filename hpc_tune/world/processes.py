@@ -97,9 +97,9 @@ def raise_file_limit() -> int | None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_finite = hard != resource.RLIM_INFINITY
-    wanted = hard - SPARE_FILES if is_finite and hard >= MIN_FILES + SPARE_FILES else hard
+    new_soft = hard - SPARE_FILES if is_finite and hard >= MIN_FILES + SPARE_FILES else hard
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft, hard))
     except (OSError, ValueError):  # no limit may be above fs.nr_open
         return None if soft == resource.RLIM_INFINITY else soft
     return hard if is_finite else None

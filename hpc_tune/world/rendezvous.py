@@ -65,31 +65,33 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
     if "error" in offer:
         raise WorldError(offer["error"])
     nonce, endpoints = offer["nonce"], offer["endpoints"]
-    answering = _Responder(listeners, nonce) if listeners else None
-    seen = _probe_endpoints(endpoints, nonce) if world.local_rank == 0 else None
+    responder = _Responder(listeners, nonce) if listeners else None
+    reasons = _probe_endpoints(endpoints, nonce) if world.local_rank == 0 else None
     reports = [
-        {"host": host, "seen": seen}
-        for host, seen in channel.all_gather([world.hostname, seen])
-        if seen is not None
+        {"host": host, "seen": reasons}
+        for host, reasons in channel.all_gather([world.hostname, reasons])
+        if reasons is not None
     ]
-    if answering is not None:
-        answering.stop()
+    if responder is not None:
+        responder.stop()
     # Otherwise a fast rank's store client would reach the responder of a slow rank 0 and fail.
     channel.all_gather(None)
-    chosen = choose_endpoint(reports, len(endpoints))
+    choice = choose_endpoint(reports, len(endpoints))
     for index, listener in enumerate(listeners):
-        if index != chosen:
+        if index != choice:
             listener.close()
-    if chosen is None:
+    if choice is None:
         raise WorldError(_unreachable_message(endpoints, reports))
     warning = None
-    if interface and endpoints[chosen]["interface"] not in split_interfaces(interface):
+    if interface and endpoints[choice]["interface"] not in split_interfaces(interface):
         warning = (
             f"run.interface={interface} was not reached from every node; using "
-            f"{endpoints[chosen]['interface']} ({endpoints[chosen]['ip']})"
+            f"{endpoints[choice]['interface']} ({endpoints[choice]['ip']})"
         )
-    kept = listeners[chosen] if listeners else None
-    return Endpoint(endpoints[chosen]["ip"], endpoints[chosen]["port"], nonce, kept, warning)
+    own_listener = listeners[choice] if listeners else None
+    return Endpoint(
+        endpoints[choice]["ip"], endpoints[choice]["port"], nonce, own_listener, warning
+    )
 
 
 def choose_endpoint(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
@@ -115,12 +117,12 @@ def candidate_addresses(
     loopback with several nodes (all of 127/8, including Debian's 127.0.1.1).
     """
 
-    wanted = split_interfaces(interface)
+    preferred_names = split_interfaces(interface)
 
     def grade(address: Address) -> tuple[int, int]:
         ip = ipaddress.ip_address(address.ip)
-        if address.interface in wanted:
-            kind = wanted.index(address.interface) - len(wanted)
+        if address.interface in preferred_names:
+            kind = preferred_names.index(address.interface) - len(preferred_names)
         elif ip.is_loopback:
             kind = 1
         elif address.interface.startswith(FAST_INTERFACE_PREFIXES):
@@ -153,20 +155,20 @@ def find_interface_to(ip: str) -> str | None:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((ip, 9))  # sends nothing: only asks the routing table
-            own = probe.getsockname()[0]
+            own_ip = probe.getsockname()[0]
     except OSError:
         return None
-    return next((a.interface for a in local_addresses() if a.ip == own), None)
+    return next((a.interface for a in local_addresses() if a.ip == own_ip), None)
 
 
 def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], list[socket.socket]]:
     addresses = local_addresses()
     names = sorted({address.interface for address in addresses})
     if interface and not {*split_interfaces(interface)} & {*names}:
-        known = ", ".join(names)
+        listing = ", ".join(names)
         return {
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
-            f"is; it has {known}"
+            f"is; it has {listing}"
         }, []
     endpoints, listeners = [], []
     for address in candidate_addresses(addresses, world.num_nodes, interface):
@@ -179,10 +181,10 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
         port = listener.getsockname()[1]
         endpoints.append({"interface": address.interface, "ip": address.ip, "port": port})
     if not endpoints:
-        known = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
+        listing = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
         return {
             "error": f"{world.hostname}, where rank 0 is, has no address that {world.num_nodes} "
-            f"nodes could use; found {known}. Loopback cannot be used across nodes; bring up a "
+            f"nodes could use; found {listing}. Loopback cannot be used across nodes; bring up a "
             "network interface"
         }, []
     return {"nonce": secrets.token_hex(16), "endpoints": endpoints}, listeners
@@ -267,9 +269,9 @@ def _unreachable_message(
 ) -> str:
     lines = []
     for index, endpoint in enumerate(endpoints):
-        failed = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]
-        shown = list_some((f"{host} ({reason})" for host, reason in failed), 8)
-        lines.append(f"  {endpoint['ip']} ({endpoint['interface']}): not reached from {shown}")
+        failures = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]
+        hosts = list_some((f"{host} ({reason})" for host, reason in failures), 8)
+        lines.append(f"  {endpoint['ip']} ({endpoint['interface']}): not reached from {hosts}")
     return (
         f"no address of {reports[0]['host']}, where rank 0 is, can be reached from every node:\n"
         + "\n".join(lines)

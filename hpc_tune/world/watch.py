@@ -161,48 +161,52 @@ class StallWatch:
     def _progress_mark(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
         frame, spent_ns = liveness.inspect_main_thread()
-        place = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
+        position = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
         if self._comm.device.type != "cpu":
-            return place  # not CPU time: the thread spins while it waits for a GPU
-        return *place, spent_ns
+            return position  # not CPU time: the thread spins while it waits for a GPU
+        return *position, spent_ns
 
     def _report_stall(self, wait_s: float | None = None) -> None:
         if wait_s is None:
             wait_s = 2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S)
-        own = self._comm.world.rank
-        progress_by_rank = {own: self._own_progress()}
+        own_rank = self._comm.world.rank
+        progress_by_rank = {own_rank: self._own_progress()}
         # The store may be behind a cut network.
-        asking = threading.Thread(
+        thread = threading.Thread(
             target=self._gather_progress, args=(progress_by_rank,), daemon=True
         )
-        asking.start()
-        asking.join(wait_s)
+        thread.start()
+        thread.join(wait_s)
         liveness.exit_soon()
         if not self._watcher.is_closed:
-            gone = {peer.rank for peer in find_dead_peers(self._comm)}
+            gone_ranks = {peer.rank for peer in find_dead_peers(self._comm)}
             roster, operation = self._comm.roster, self._activity
-            first = self._comm.store_rank
-            if own != first and asking.is_alive():  # the others may well answer
+            store_rank = self._comm.store_rank
+            if own_rank != store_rank and thread.is_alive():  # the others may well answer
                 progress_by_rank |= {
-                    peer.rank: progress_by_rank[own] for peer in roster if peer.rank != first
+                    peer.rank: progress_by_rank[own_rank]
+                    for peer in roster
+                    if peer.rank != store_rank
                 }
             self._end_world(
-                stalled_error(progress_by_rank, roster, operation, self._limit_s, gone, self._trace)
+                stalled_error(
+                    progress_by_rank, roster, operation, self._limit_s, gone_ranks, self._trace
+                )
             )
 
     def _gather_progress(self, progress_by_rank: dict[int, RankProgress]) -> None:
         """Fill ``progress_by_rank`` with the ranks' answers, and let these write their traces."""
-        left = set(range(self._comm.world.size))
+        pending_ranks = set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
             self._keys.set("")
             self._send_progress()
-            while left and time.monotonic() < until_s:
-                for rank in sorted(left):
+            while pending_ranks and time.monotonic() < until_s:
+                for rank in sorted(pending_ranks):
                     if (answer := self._keys.find(rank)) is not None:
-                        place, has_trace = answer
-                        progress_by_rank[rank] = RankProgress(**place)
-                        left -= {rank} if has_trace else set()
+                        progress, has_trace = answer
+                        progress_by_rank[rank] = RankProgress(**progress)
+                        pending_ranks -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
     def _answer_progress_request(self) -> bool:
@@ -219,10 +223,10 @@ class StallWatch:
         with self._send_lock:
             if not self._has_sent:
                 self._has_sent = True
-                own, place = self._comm.world.rank, asdict(self._own_progress())
-                self._keys.set([place, False], own)
+                own_rank, progress = self._comm.world.rank, asdict(self._own_progress())
+                self._keys.set([progress, False], own_rank)
                 self._trace = self._keep_trace()
-                self._keys.set([place, True], own)
+                self._keys.set([progress, True], own_rank)
 
     def _own_progress(self) -> RankProgress:
         (frame, _), line, waits = liveness.inspect_main_thread(), "", False
@@ -290,8 +294,8 @@ class RollCall:
 
     def _call_ranks(self) -> bool:
         """Call all ranks, and end the world if one does not answer; for the rank with the store."""
-        own, number = self._comm.world.rank, self._keys.add(1)
-        silent_ranks = [rank for rank in range(self._comm.world.size) if rank != own]
+        own_rank, number = self._comm.world.rank, self._keys.add(1)
+        silent_ranks = [rank for rank in range(self._comm.world.size) if rank != own_rank]
         for _ in range(round(self._limit_s / self._every_s)):
             if self._watcher.wait(self._every_s):
                 return True
@@ -355,25 +359,31 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a report."""
-        ended = self._list_remotely_ended_ranks()
-        return {rank for rank, launched in enumerate(self._launch_ranks) if launched in ended}
+        ended_ranks = self._list_remotely_ended_ranks()
+        return {
+            rank
+            for rank, launch_rank in enumerate(self._launch_ranks)
+            if launch_rank in ended_ranks
+        }
 
     def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
         """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
         self._current_comm, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
 
     def _list_remotely_ended_ranks(self) -> set[int]:
-        own, now_s = self._comm.world, time.monotonic()
-        together = self._joint_end_times_s()
-        ended = {rank: at_s for rank, at_s in together.items() if not self._is_on_this_host(rank)}
-        if not ended or now_s - min(ended.values()) < liveness.HOST_SETTLE_S:
+        world, now_s = self._comm.world, time.monotonic()
+        joint_times_s = self._joint_end_times_s()
+        end_times_s = {
+            rank: at_s for rank, at_s in joint_times_s.items() if not self._is_on_this_host(rank)
+        }
+        if not end_times_s or now_s - min(end_times_s.values()) < liveness.HOST_SETTLE_S:
             return set()
-        if own.rank and 0 in ended:
-            with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
-            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBORS_REPORT_LIMIT_S:
+        if world.rank and 0 in end_times_s:
+            ranks_with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
+            if ranks_with_0 != {0} and now_s - end_times_s[0] < liveness.NEIGHBORS_REPORT_LIMIT_S:
                 return set()
-            return with_0 | ended.keys()
-        return set(ended)
+            return ranks_with_0 | end_times_s.keys()
+        return set(end_times_s)
 
     def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this rank has reported why the world ends."""
@@ -407,7 +417,7 @@ class HostWatch:
             open_sockets.enter_context(self._wake_write)
             for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
                 selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
-            num_told = 0
+            num_announced = 0
             while not self._closed.is_set():
                 for key, _ in selector.select(self._poll_timeout_s()):
                     ready: socket.socket = key.data
@@ -417,8 +427,8 @@ class HostWatch:
                             selector.register(new_peer, selectors.EVENT_READ, new_peer)
                     elif ready is not self._wake_read and not self._on_message(ready):
                         selector.unregister(ready)
-                if self._comm.is_rank_0 and len(self._end_times_s) > num_told:
-                    num_told = len(self._end_times_s)
+                if self._comm.is_rank_0 and len(self._end_times_s) > num_announced:
+                    num_announced = len(self._end_times_s)
                     self._broadcast_line(json.dumps([*self._end_times_s]).encode())
                 if self._seconds_left() == 0:
                     self._report_and_exit(
@@ -428,14 +438,14 @@ class HostWatch:
                     )
                     return
 
-    def _ended_ranks_error(self, launched: Set[int]) -> GoneError:
+    def _ended_ranks_error(self, launch_ranks: Set[int]) -> GoneError:
         """Return the error that names ranks that have ended; an idle rank has no current number."""
         roster = self._current_comm.roster
-        known = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launched]
-        if not known:
+        peers = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launch_ranks]
+        if not peers:
             roster = self._comm.roster
-            known = [peer for peer in roster if peer.rank in launched]
-        return gone_error(known, roster, self._comm.activity[0])
+            peers = [peer for peer in roster if peer.rank in launch_ranks]
+        return gone_error(peers, roster, self._comm.activity[0])
 
     def _accept_peer(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
@@ -498,16 +508,16 @@ class HostWatch:
 
     def _joint_end_times_s(self) -> dict[int, float]:
         """Return when the ranks that ended together with the first did; others leave when told."""
-        ended = self._end_times_s.copy()
-        first_s = min(ended.values(), default=0.0)
+        end_times_s = self._end_times_s.copy()
+        first_s = min(end_times_s.values(), default=0.0)
         return {
             rank: at_s
-            for rank, at_s in ended.items()
+            for rank, at_s in end_times_s.items()
             if at_s - first_s < liveness.JOINT_END_WINDOW_S
         }
 
-    def _record_ended_ranks(self, ended: list[int]) -> None:
-        for rank in ended:
+    def _record_ended_ranks(self, ranks: list[int]) -> None:
+        for rank in ranks:
             self._end_times_s.setdefault(rank, time.monotonic())
 
     def _broadcast_line(self, line: bytes) -> None:
@@ -533,10 +543,10 @@ class HostWatch:
         if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
             return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORT_LIMIT_S
-        nobody_left = all(
-            other.rank in self._end_times_s for other in self._peers_on_node(peer.node)
+        is_node_empty = all(
+            neighbor.rank in self._end_times_s for neighbor in self._peers_on_node(peer.node)
         )
-        if nobody_left or rank == 0:
+        if is_node_empty or rank == 0:
             return liveness.EMPTY_NODE_REPORT_DELAY_S
         return liveness.RANK_END_REPORT_LIMIT_S
 
@@ -547,11 +557,11 @@ class HostWatch:
         return self._comm.roster[rank].node == self._comm.world.node
 
     def _lost_host_error(self, rank: int) -> LostHostError:
-        of_host = self._peers_on_node(self._comm.roster[rank].node)
-        ranks = [self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks]
-        of_host = [self._current_comm.roster[rank] for rank in sorted(ranks)] or of_host
+        peers = self._peers_on_node(self._comm.roster[rank].node)
+        ranks = [self._launch_ranks.index(p.rank) for p in peers if p.rank in self._launch_ranks]
+        peers = [self._current_comm.roster[rank] for rank in sorted(ranks)] or peers
         own_host, operation = self._comm.world.hostname, self._comm.activity[0]
-        return lost_host_error(of_host, own_host, operation, self._limit_s)
+        return lost_host_error(peers, own_host, operation, self._limit_s)
 
     def _report_and_exit(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
@@ -572,8 +582,8 @@ def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.soc
     nodes, listen on all interfaces, as torchrun's own store does.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    own = {known.ip for known in local_addresses()}
+    own_ips = {entry.ip for entry in local_addresses()}
     ip = str(sockaddr[0])
-    is_reachable = ip in own and (is_one_node or not ipaddress.ip_address(ip).is_loopback)
+    is_reachable = ip in own_ips and (is_one_node or not ipaddress.ip_address(ip).is_loopback)
     host = ip if is_reachable else ""
     return socket.create_server((host, 0), family=family, backlog=backlog)

@@ -121,9 +121,9 @@ def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
     of it, except in all-reduce and reduce.
     """
     sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    size = dist.get_world_size()
-    whole = max(sizes) if len(sizes) <= 2 else max(sizes) * size
-    return sent_bytes(kind, size, whole)
+    num_ranks = dist.get_world_size()
+    full_bytes = max(sizes) if len(sizes) <= 2 else max(sizes) * num_ranks
+    return sent_bytes(kind, num_ranks, full_bytes)
 
 
 # -- The engine.
@@ -175,8 +175,8 @@ class ZeroEngine:
             zero_state.prevent_prefetching(self._zero)
         if self._stage == 3 and parallel.recompute == "selective":
             zero_state.hide_gathers_from_recompute(self._zero)
-        named = built.module.named_parameters()
-        self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
+        named_params = built.module.named_parameters()
+        self._trained = {built.saved_names[n]: p for n, p in named_params if p.requires_grad}
         self._partitions = zero_state.find_partitions(self._zero, self._stage, self._trained)
         self._reader = zero_state.PartitionReader(self._zero, self._stage)
         folder = zero_settings.swap_folder(parallel)
@@ -223,23 +223,23 @@ class ZeroEngine:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
         self._module.eval()
-        trained = self._module.objective
-        skips = self._settings.plan.skips_empty_micros(training=False)
-        self._module.objective = objective or trained
+        training_objective = self._module.objective
+        skips_empty = self._settings.plan.skips_empty_micros(training=False)
+        self._module.objective = objective or training_objective
         try:
             with nullcontext() if is_within_step else self._collectives.counting_paused():
                 for batch in batches:
-                    if batch.num_loss_tokens or not skips:
-                        [used] = shard_batches([batch], self._share)
+                    if batch.num_loss_tokens or not skips_empty:
+                        [local_batch] = shard_batches([batch], self._share)
                         with autocast(self._device, self._autocast):
-                            sums = self._module(used.to(self._device))
+                            sums = self._module(local_batch.to(self._device))
                         if self._share is not None:
                             sums = self._share.sum_over_ranks(sums)
                         if self._share is None or self._share.part.rank == 0:
                             yield batch, sums
         finally:
             self._module.train()
-            self._module.objective = trained
+            self._module.objective = training_objective
 
     def regions(self) -> list[Region]:
         """Return the values that this rank updates; see ``base.Engine``."""
@@ -271,8 +271,8 @@ class ZeroEngine:
                 for span in buffer.spans:
                     zero_state.fill_span(index, span.name, span, buffer.flat.detach(), reserve)
                     for part in MOMENT_NAMES:
-                        stored = _stored_name(part, span.name)
-                        zero_state.fill_span(index, stored, span, state[part], reserve)
+                        stored_name = _stored_name(part, span.name)
+                        zero_state.fill_span(index, stored_name, span, state[part], reserve)
                 state["step"].fill_(float(step))
         if self._stage < 3:  # each rank has whole weights and updates its part of them
             for name, parameter in self._trained.items():
@@ -317,10 +317,10 @@ class ZeroEngine:
         optim, reserve = self._settings.optim, self._settings.reserve
         # Stage 3 replaces the parameters: groups are kept by name.
         names = {p: n for n, p in built.module.named_parameters()}
-        trained = [(n, p) for p, n in names.items() if p.requires_grad]
+        trained_params = [(n, p) for p, n in names.items() if p.requires_grad]
         groups = [
             {**group, "params": [names[p] for p in group["params"]]}
-            for group in parameter_groups(trained, optim)
+            for group in parameter_groups(trained_params, optim)
         ]
         if self._stage == 3:
             from hpc_tune.engine.zero.partition import partition_parameters
@@ -334,10 +334,10 @@ class ZeroEngine:
         offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
         if offload == "cpu" or (self._device.type == "cpu" and offload is None):
             # DeepSpeed allocates an fp32 copy of this rank's part, and two moments.
-            reserve(SAVED_COPIES * 4 * sum(p.numel() for _, p in trained) // self._size)
-        loaded = dict(built.module.named_parameters())
+            reserve(SAVED_COPIES * 4 * sum(p.numel() for _, p in trained_params) // self._size)
+        params_by_name = dict(built.module.named_parameters())
         return make_stateless_adamw(
-            [{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim
+            [{**g, "params": [params_by_name[n] for n in g["params"]]} for g in groups], optim
         )
 
 
@@ -374,12 +374,12 @@ def _make_head_unit(module: LossModel) -> HeadUnit:
 def _removing_new_hooks(module: nn.Module) -> Iterator[None]:
     """Remove the forward hooks that a module and its parts get within the block."""
     names = "_forward_pre_hooks", "_forward_hooks"
-    hooks = [getattr(part, name) for part in module.modules() for name in names]
-    before = [dict(of_part) for of_part in hooks]
+    hook_dicts = [getattr(part, name) for part in module.modules() for name in names]
+    snapshots = [dict(hook_dict) for hook_dict in hook_dicts]
     yield
-    for of_part, kept in zip(hooks, before, strict=True):
-        of_part.clear()
-        of_part.update(kept)
+    for hook_dict, snapshot in zip(hook_dicts, snapshots, strict=True):
+        hook_dict.clear()
+        hook_dict.update(snapshot)
 
 
 def _stored_name(part: str, name: str) -> str:

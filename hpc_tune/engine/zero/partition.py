@@ -95,8 +95,8 @@ class _Partitioner:
     ) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
         # One value in memory, expanded: only the shape matters.
-        expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
-        parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)
+        placeholder = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
+        parameter: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
         self._init._convert_to_deepspeed_param(parameter)
         num_local_values = self._num_local_values(meta)
         is_swapped = self._is_swapped(meta, num_local_values)

@@ -35,11 +35,11 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration."""
     parameters = list(built.module.parameters())
-    block = max(sum(p.numel() for p in b.parameters()) for b in find_blocks(built.module))
+    block_size = max(sum(p.numel() for p in b.parameters()) for b in find_blocks(built.module))
     # Vectors and adapters stay gathered between steps: they would need many small messages.
-    named = list(built.module.named_parameters())
-    adapters = [p.numel() for n, p in named if adapted_layer(n)]
-    kept = adapters + [p.numel() for n, p in named if is_vector(n, p)]
+    named_params = list(built.module.named_parameters())
+    adapter_sizes = [p.numel() for n, p in named_params if adapted_layer(n)]
+    gathered_sizes = adapter_sizes + [p.numel() for n, p in named_params if is_vector(n, p)]
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "reduce_bucket_size": BUCKET_VALUES,
@@ -47,10 +47,10 @@ def deepspeed_config(
         "sub_group_size": SUB_GROUP_VALUES,
         "memory_efficient_linear": False,  # it would replace torch's linear for the whole process
         # What is gathered at a time: the block in use, and the next one in advance.
-        "stage3_prefetch_bucket_size": block,
-        "stage3_max_live_parameters": 2 * block,
-        "stage3_max_reuse_distance": block,
-        "stage3_param_persistence_threshold": max(kept, default=0),
+        "stage3_prefetch_bucket_size": block_size,
+        "stage3_max_live_parameters": 2 * block_size,
+        "stage3_max_reuse_distance": block_size,
+        "stage3_param_persistence_threshold": max(gathered_sizes, default=0),
     }
     common: dict[str, Any] = {"pin_memory": device.type == "cuda"}
     if (folder := swap_folder(parallel)) is not None:
@@ -59,16 +59,16 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": parallel.offload_optimizer, **common}
     if parallel.offload_params != "none":
         largest = max(p.numel() for p in parameters)
-        matrices = sum(p.dim() > 1 for p in find_blocks(built.module)[0].parameters())
+        num_matrices = sum(p.dim() > 1 for p in find_blocks(built.module)[0].parameters())
         zero["offload_param"] = {
             "device": parallel.offload_params,
             **common,
             # Buffers in pinned memory, each as large as the largest partition of a weight: for the
             # matrices of the block in use and the next one, the embedding and the head.
-            "buffer_count": 2 * matrices + 2,
+            "buffer_count": 2 * num_matrices + 2,
             "buffer_size": -(-largest // dist.get_world_size()),
             # Trained values that stay in host memory: those of adapters.
-            "max_in_cpu": sum(adapters),
+            "max_in_cpu": sum(adapter_sizes),
         }
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -95,8 +95,8 @@ def node_swap_bytes(built: BuiltModel, parallel: ParallelConfig) -> int:
         if parallel.offload_optimizer == "nvme" and p.requires_grad:
             total += p.numel() * STATE_COPIES * 4  # in fp32
     host = socket.gethostname()
-    of_ranks = all_gather((host, total // dist.get_world_size()), world_group())
-    return sum(num_bytes for where, num_bytes in of_ranks if where == host)
+    rank_shares = all_gather((host, total // dist.get_world_size()), world_group())
+    return sum(num_bytes for rank_host, num_bytes in rank_shares if rank_host == host)
 
 
 def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
@@ -117,12 +117,12 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        free = shutil.disk_usage(folder).free
+        free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(f"parallel.offload_path={root} cannot be used: {error}") from None
-    if free < node_bytes:
+    if free_bytes < node_bytes:
         raise ConfigError(
-            f"parallel.offload_path={root}: {format_bytes(free)} are free on "
+            f"parallel.offload_path={root}: {format_bytes(free_bytes)} are free on "
             f"{socket.gethostname()}, but its ranks need {format_bytes(node_bytes)}; use more "
             "nodes or another folder, or offload to cpu"
         )
@@ -137,12 +137,12 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
     set. At its start, DeepSpeed requires that Open MPI's variable, which may differ, is equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop(launchers.OPENMPI_LOCAL_RANK, None)
+    mpi_local_rank = os.environ.pop(launchers.OPENMPI_LOCAL_RANK, None)
     try:
         yield
     finally:
-        if from_mpi is not None:
-            os.environ[launchers.OPENMPI_LOCAL_RANK] = from_mpi
+        if mpi_local_rank is not None:
+            os.environ[launchers.OPENMPI_LOCAL_RANK] = mpi_local_rank
 
 
 # -- DeepSpeed's libraries for NVMe: each compiled at its first use, under a lock file of torch.
@@ -201,10 +201,10 @@ def wait_for_compiler(
 
 def _idle_s(folder: Path) -> float:
     """Return the seconds since a file in ``folder`` was last written."""
-    written = 0.0
+    last_write_s = 0.0
     for path in folder.iterdir():
         try:
-            written = max(written, path.stat().st_mtime)
+            last_write_s = max(last_write_s, path.stat().st_mtime)
         except FileNotFoundError:  # a file of the compiler, gone meanwhile
             continue
-    return time.time() - written
+    return time.time() - last_write_s

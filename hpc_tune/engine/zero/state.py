@@ -70,19 +70,19 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Bo
     if len(shape) < 2:
         yield Box((start,) * len(shape), (stop - start,) * len(shape))
         return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    row_size = math.prod(shape[1:])
+    first, last = -(-start // row_size), stop // row_size
     if first > last:  # within one row
         first, last = last, last
-        yield from _boxes_in_row(shape, last, start - last * row, stop - last * row)
+        yield from _boxes_in_row(shape, last, start - last * row_size, stop - last * row_size)
         return
-    if start < first * row:
-        yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row, row)
+    if start < first * row_size:
+        yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row_size, row_size)
     if first < last:
-        rest = tuple(shape[1:])
-        yield Box((first, *(0,) * len(rest)), (last - first, *rest))
-    if last * row < stop:
-        yield from _boxes_in_row(shape, last, 0, stop - last * row)
+        row_shape = tuple(shape[1:])
+        yield Box((first, *(0,) * len(row_shape)), (last - first, *row_shape))
+    if last * row_size < stop:
+        yield from _boxes_in_row(shape, last, 0, stop - last * row_size)
 
 
 def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
@@ -123,9 +123,9 @@ def fill_parameter(
     length = max(0, min(flat.numel(), numel - start))
     flat[length:].zero_()
     span = FlatSpan(name, shape, start, length, 0)
-    if (found := built.locate_initial_values(name)) is not None:
-        fill_span(*found, span, flat, reserve)
-        _require_finite(*found, span, flat)
+    if (source := built.locate_initial_values(name)) is not None:
+        fill_span(*source, span, flat, reserve)
+        _require_finite(*source, span, flat)
     else:
         flat[:length].copy_(
             make_initial_values(built, name, shape).view(-1)[start : start + length]
@@ -145,8 +145,8 @@ def span_regions(
     """Yield the regions of a span, written as ``name``; ``read_values`` gives the flat buffer."""
     for number, (flat_slice, box) in enumerate(span.iter_boxes()):
         stored_name = f"{name}#{number}" if number else ""
-        cut = partial(_slice_values, read_values, flat_slice)
-        yield Region(name, torch.float32, box, span.shape, cut, stored_name)
+        read_slice = partial(_slice_values, read_values, flat_slice)
+        yield Region(name, torch.float32, box, span.shape, read_slice, stored_name)
 
 
 def _slice_values(read_values: Callable[[], torch.Tensor], flat_slice: slice) -> torch.Tensor:
@@ -158,20 +158,20 @@ def find_partitions(
 ) -> tuple[Partition, ...]:
     """Return which values of the ``trained`` tensors this rank's optimizer updates."""
     names = {parameter: name for name, parameter in trained.items()}
-    buffers = []
+    partitions = []
     if stage == 3:
         for number, group in enumerate(zero.fp16_groups):
             spans, buffer_start = [], 0
             for p in group:
-                held = p.partition_numel()
-                start = held * dist.get_rank()
-                length = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
+                part_numel = p.partition_numel()
+                start = part_numel * dist.get_rank()
+                length = min(part_numel, p.ds_numel - start)  # the last ranks' parts may be padding
                 if length > 0:
                     spans.append(FlatSpan(names[p], tuple(p.ds_shape), start, length, buffer_start))
-                buffer_start += held
+                buffer_start += part_numel
             flat = zero.fp32_partitioned_groups_flat[number]
-            buffers.append(Partition(number, flat, tuple(spans)))
-        return tuple(buffers)
+            partitions.append(Partition(number, flat, tuple(spans)))
+        return tuple(partitions)
     for number, group in enumerate(zero.bit16_groups):
         spans = []
         for p in group:
@@ -180,8 +180,8 @@ def find_partitions(
                 buffer_start = mapping.hp_fragment_address.start
                 spans.append(FlatSpan(names[p], tuple(p.shape), start, length, buffer_start))
         flat = zero.single_partition_of_fp32_groups[number]
-        buffers.append(Partition(number, flat, tuple(spans)))
-    return tuple(buffers)
+        partitions.append(Partition(number, flat, tuple(spans)))
+    return tuple(partitions)
 
 
 class PartitionReader:
@@ -217,8 +217,8 @@ def edit_optimizer_state(
 
     At the end of the block, stage 3's weights are updated from the buffer.
     """
-    swapped = _is_swapped(zero, stage, partition)
-    if swapped:
+    is_swapped = _is_swapped(zero, stage, partition)
+    if is_swapped:
         zero._optimizer_states_and_gradient_swap_in(partition.number)
     state = zero.optimizer.state.setdefault(partition.flat, {})
     if not state:
@@ -226,7 +226,7 @@ def edit_optimizer_state(
     yield state
     if stage == 3:
         zero._reassign_or_swap_out_partitioned_parameters(partition.number)
-    if swapped:
+    if is_swapped:
         zero._optimizer_states_and_gradient_swap_out(partition.number)
 
 
@@ -248,8 +248,8 @@ def saving_weights_by_reference() -> Any:
         if isinstance(packed, torch.Tensor):
             return packed
         weight, shape, stride, start = packed
-        now = weight.data
-        return now.as_strided(shape, stride, now.storage_offset() + start)
+        values = weight.data
+        return values.as_strided(shape, stride, values.storage_offset() + start)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -257,15 +257,15 @@ def saving_weights_by_reference() -> Any:
 def drop_gradients(zero: Any, stage: int) -> None:
     """Discard what backward passes have left since the last update."""
     zero.zero_grad(set_to_none=True)
-    offloaded = zero.offload_optimizer if stage == 3 else zero.cpu_offload
-    if offloaded:
+    is_offloaded = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+    if is_offloaded:
         zero.reset_cpu_buffers()
     if stage < 3:
         zero._release_preflattened_grad_buffers()
         zero.micro_step_id = -1
         for number in list(zero.averaged_gradients):
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
-    elif not offloaded:
+    elif not is_offloaded:
         zero.averaged_gradients = {}
 
 

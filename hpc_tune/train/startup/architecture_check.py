@@ -81,10 +81,10 @@ class ThreadAxis(TensorAxis):
         return 2
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        rank, shared, barrier = self.__dict__["_at"]
-        shared[rank] = x.detach().clone()
+        rank, slots, barrier = self.__dict__["_at"]
+        slots[rank] = x.detach().clone()
         barrier.wait()
-        both = list(shared)
+        both = list(slots)
         barrier.wait()
         return both
 
@@ -100,27 +100,29 @@ class ThreadAxis(TensorAxis):
 
 def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
     """Return the gradients of the whole model from the gradients of its two slices."""
-    (one, partial), (other, _) = models
-    others, joined = dict(other.module.named_parameters()), {}
-    for name, parameter in one.module.named_parameters():
-        first, second = parameter.grad, others[name].grad
+    (model, partial), (other_model, _) = models
+    other_parameters, gradients = dict(other_model.module.named_parameters()), {}
+    for name, parameter in model.module.named_parameters():
+        first, second = parameter.grad, other_parameters[name].grad
         if first is None or second is None:
             continue
-        if cut := one.slices.get(name):
-            parts = zip(*(g.chunk(cut.num_parts, cut.dim) for g in (first, second)), strict=True)
-            joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
+        if split := model.slices.get(name):
+            parts = zip(
+                *(g.chunk(split.num_parts, split.dim) for g in (first, second)), strict=True
+            )
+            gradients[name] = torch.cat([piece for pair in parts for piece in pair], dim=split.dim)
         else:
-            joined[name] = first + second if name in partial else first
-    return joined
+            gradients[name] = first + second if name in partial else first
+    return gradients
 
 
 def find_differing_gradient(models: list[Any]) -> str:
     """Return the first parameter that both slices hold whole but whose gradients differ, or ""."""
-    (one, partial), (other, _) = models
-    others = dict(other.module.named_parameters())
-    for name, parameter in one.module.named_parameters():
-        first, second = parameter.grad, others[name].grad
-        if first is None or second is None or name in one.slices or name in partial:
+    (model, partial), (other_model, _) = models
+    other_parameters = dict(other_model.module.named_parameters())
+    for name, parameter in model.module.named_parameters():
+        first, second = parameter.grad, other_parameters[name].grad
+        if first is None or second is None or name in model.slices or name in partial:
             continue
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
             return name
@@ -225,16 +227,16 @@ def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> Ar
     except (OSError, ValueError, TypeError, RecursionError):
         pass
     log.info("comparing a small %s model with transformers' own", config.model_type)
-    proof = check_architecture(config, tune)
+    result = check_architecture(config, tune)
     collect_frozen_garbage()  # small models in reference cycles: up to hundreds of MB
-    if any(isinstance(said, _ErrorText) for said in vars(proof).values()):
-        return proof  # not cached: the next start may succeed
+    if any(isinstance(text, _ErrorText) for text in vars(result).values()):
+        return result  # not cached: the next start may succeed
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(asdict(proof)))
+        write_file(file, json.dumps(asdict(result)))
     except OSError as error:
         log.debug("%s cannot be written, so the next start repeats the trial: %s", file, error)
-    return proof
+    return result
 
 
 def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
@@ -245,17 +247,17 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         directory = Path(folder)
         try:
             documents = _random_documents()
-            wanted, gradients = compute_reference_losses(config, directory, documents)
-        except UncheckableArchitecture as why:
+            losses, gradients = compute_reference_losses(config, directory, documents)
+        except UncheckableArchitecture as reason:
             return ArchitectureCheck(
-                loss=_ErrorText(f"no small model of this kind could be tried: {why}")
+                loss=_ErrorText(f"no small model of this kind could be tried: {reason}")
             )
-        trial = _Trial(directory, documents, wanted, gradients)
+        trial = _Trial(directory, documents, losses, gradients)
         try:
             built = _load(trial.build())
         except HpcTuneError as error:
-            said = str(error).replace(str(directory), "a small model of this kind")
-            return ArchitectureCheck(loss=_ErrorText(said))
+            text = str(error).replace(str(directory), "a small model of this kind")
+            return ArchitectureCheck(loss=_ErrorText(text))
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return ArchitectureCheck(loss=_describe_error(error))
         attention = ""
@@ -290,8 +292,8 @@ def _run_check(check: Callable[..., str], *arguments: Any) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    what = f"{type(error).__name__}: {first_line(error)}"
-    return _ErrorText(f"a small model of this kind fails with {what}")
+    message = f"{type(error).__name__}: {first_line(error)}"
+    return _ErrorText(f"a small model of this kind fails with {message}")
 
 
 def _random_documents() -> list[torch.Tensor]:
@@ -300,18 +302,18 @@ def _random_documents() -> list[torch.Tensor]:
 
 
 def _make_batch(
-    rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None
+    rows: Sequence[Sequence[torch.Tensor]], loss_documents: Sequence[int] | None = None
 ) -> Batch:
-    """Return a batch of rows of documents; all carry loss, or only the numbers in ``learned``."""
+    """Return a batch of rows of documents; all carry loss, or only those of ``loss_documents``."""
     number = 0
-    laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    masked_rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for row in rows:
-        laid.append([])
+        masked_rows.append([])
         for tokens_T in row:
-            mask_T = np.full(len(tokens_T), learned is None or number in learned)
-            laid[-1].append((tokens_T.numpy(), mask_T))
+            mask_T = np.full(len(tokens_T), loss_documents is None or number in loss_documents)
+            masked_rows[-1].append((tokens_T.numpy(), mask_T))
             number += 1
-    return make_batch(laid, sum(DOCUMENT_LENGTHS), 0)
+    return make_batch(masked_rows, sum(DOCUMENT_LENGTHS), 0)
 
 
 def _load(built: BuiltModel) -> BuiltModel:
@@ -348,8 +350,10 @@ class _Trial:
 
     def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
         """Return transformers' gradients under our parameter names, if there is such a name."""
-        ours = {built.names.whole_model_name(n.removeprefix("model.")): n for n in built.base_names}
-        return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
+        names = {
+            built.names.whole_model_name(n.removeprefix("model.")): n for n in built.base_names
+        }
+        return {names.get(name, name): gradient for name, gradient in self.gradients.items()}
 
     def check_loss(self, built: BuiltModel) -> str:
         module = built.module
@@ -365,17 +369,17 @@ class _Trial:
                 f"and {sum(self.losses):.6g} one by one"
             )
         total.backward()
-        if wrong := _compare_gradients(
+        if problem := _compare_gradients(
             {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
             self.expected_gradients(built),
         ):
-            return wrong
-        first = self.documents[1]
-        changed = torch.cat([first[:-1], (first[-1:] + 1) % 256])
-        learned = np.arange(len(first)) < len(first) - 1
+            return problem
+        document = self.documents[1]
+        changed_document = torch.cat([document[:-1], (document[-1:] + 1) % 256])
+        loss_mask_T = np.arange(len(document)) < len(document) - 1
         losses = [
-            module(make_batch([[(tokens_T.numpy(), learned)]], len(first), 0)).item()
-            for tokens_T in (first, changed)
+            module(make_batch([[(tokens_T.numpy(), loss_mask_T)]], len(document), 0)).item()
+            for tokens_T in (document, changed_document)
         ]
         if _is_different(*losses):
             return "the prediction of a token depends on later tokens: this is no causal LM"
@@ -398,10 +402,10 @@ class _Trial:
                 f"three documents in one row have the loss {loss:.6g}, each in its own "
                 f"{sum(self.losses):.6g}"
             )
-        others = [(self.documents[0] + 7) % 256, *self.documents[1:]]
+        other_documents = [(self.documents[0] + 7) % 256, *self.documents[1:]]
         losses = [
-            built.module(_make_batch([row], learned=(1, 2))).item()
-            for row in (self.documents, others)
+            built.module(_make_batch([row], loss_documents=(1, 2))).item()
+            for row in (self.documents, other_documents)
         ]
         if _is_different(*losses):
             return (
@@ -427,11 +431,11 @@ class _Trial:
 
     def check_stages(self) -> str:
         built = self.build()
-        blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
-        if staging_problems(built.config, said, 2, 1):
+        blocks, layers = len(list(find_blocks(built.module))), built.config.num_hidden_layers
+        if staging_problems(built.config, layers, 2, 1):
             return ""  # refused elsewhere, with a reason
-        if blocks != said:  # LongCat's blocks have two layers each
-            return f"it has {blocks} decoder blocks where its configuration says {said} layers"
+        if blocks != layers:  # LongCat's blocks have two layers each
+            return f"it has {blocks} decoder blocks where its configuration says {layers} layers"
         plan = StepPlan.for_model(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss
@@ -446,10 +450,10 @@ class _Trial:
     def check_adapters(self, tune: TuneConfig) -> tuple[str, str]:
         """Return what fails with adapters, and which adapters get no gradient."""
         try:
-            wanted = TuneConfig(
+            trial_tune = TuneConfig(
                 method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
             )
-            built = _load(build(self.directory, torch.float32, wanted, 0))
+            built = _load(build(self.directory, torch.float32, trial_tune, 0))
             built.module.uses_document_attention &= self.uses_document_attention
             use_lora_linear(find_blocks(built.module))  # peft's DoRA would multiply packed bytes
             loss = built.module(_make_batch([self.documents[:1]]))
@@ -474,7 +478,7 @@ class _Trial:
     def check_slices(self) -> str:
         if slicing_problems(self.build().config, 2):
             return ""  # refused elsewhere, with a reason
-        shared: list[Any] = [None, None]
+        slots: list[Any] = [None, None]
         barrier = threading.Barrier(2, timeout=60)
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         losses, errors = [0.0, 0.0], []
@@ -482,7 +486,7 @@ class _Trial:
 
         def work(rank: int) -> None:
             try:
-                sliced, partial = slice_model(self.build(), ThreadAxis(rank, shared, barrier))
+                sliced, partial = slice_model(self.build(), ThreadAxis(rank, slots, barrier))
                 sliced.module.uses_document_attention = False  # its state is shared by all threads
                 loss = _load(sliced).module(batch)
                 loss.backward()
@@ -512,20 +516,20 @@ class _Trial:
         Both parts are rows of one batch. So this check cannot notice values that a family derives
         from all positions of a batch, as some rotary embeddings do.
         """
-        built, share, whole = _load(self.build()), StackedShare(2), _make_batch([self.documents])
+        built, share, batch = _load(self.build()), StackedShare(2), _make_batch([self.documents])
         module = built.module
         try:
             share_attention(module, share)
             # Keys are gathered; heads are exchanged only if two ranks divide them. Each way as on a
             # GPU whose kernel takes windows, on one whose kernel does not, and as here on a CPU.
             is_odd = (value_shared_by_layers(built.config, "num_attention_heads") or 1) % 2
-            ways = (True,) if is_odd else (True, False)
+            head_tail_cases = (True,) if is_odd else (True, False)
             for (has_varlen_kernel, has_windows), is_head_tail in itertools.product(
-                _ATTENTION_KERNEL_CASES, ways
+                _ATTENTION_KERNEL_CASES, head_tail_cases
             ):
                 share.part = RowShard(0, 2, is_head_tail)
                 parts = [
-                    shard_batch_to_rank(whole, replace(share.part, rank=rank))
+                    shard_batch_to_rank(batch, replace(share.part, rank=rank))
                     for rank in share.ranks
                 ]
                 module.has_varlen_kernel, module.kernel_has_windows = has_varlen_kernel, has_windows
@@ -544,8 +548,8 @@ class _Trial:
 
 def _format_untrained_names(built: BuiltModel) -> str:
     """Return the trained tensors without a gradient, a line each; see ``ArchitectureCheck``."""
-    trained = built.module.named_parameters()
-    names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
+    parameters = built.module.named_parameters()
+    names = [built.saved_names[n] for n, p in parameters if p.requires_grad and p.grad is None]
     return "\n".join(dict.fromkeys(wildcard_name(name) for name in names))
 
 

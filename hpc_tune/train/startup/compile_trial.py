@@ -66,17 +66,17 @@ def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
     comm, parallel, train = job.setup_comm, job.config.parallel, job.config.train
     if train.compile != "auto" or comm.device.type != "cuda":
         return train
-    said = "train.compile=auto: blocks are not compiled: %s"
-    if why := find_compile_obstacle(
+    message = "train.compile=auto: blocks are not compiled: %s"
+    if reason := find_compile_obstacle(
         parallel, built.tune, train, is_mixture_of_experts(built.module)
     ):
-        log.info(said, why)
-    elif why := comm.run_on_rank_0(
+        log.info(message, reason)
+    elif reason := comm.run_on_rank_0(
         "trying compiled blocks",
         lambda: check_compiled_blocks_cached(built, parallel.recompute, comm.device),
     ):
-        log.warning(said, why, extra=LOG_ON_RANK_0_ONLY)
-    return train.model_copy(update={"compile": not why})
+        log.warning(message, reason, extra=LOG_ON_RANK_0_ONLY)
+    return train.model_copy(update={"compile": not reason})
 
 
 def check_compiled_blocks_cached(
@@ -95,11 +95,11 @@ def check_compiled_blocks_cached(
     kind = f"{built.dtype} {recompute} {by_document} {_device_name(device)}"
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
-    if (cached := read_json_object(file).get("why")) is not None:
-        return str(cached)
+    if (cached_reason := read_json_object(file).get("why")) is not None:
+        return str(cached_reason)
     log.info("compiling a small %s model, to compare it with an uncompiled one", model.model_type)
     try:
-        why = check_compiled_blocks(model, built.tune, built.dtype, device, recompute)
+        reason = check_compiled_blocks(model, built.tune, built.dtype, device, recompute)
     except UncheckableArchitecture as error:
         return f"no small model of this kind could be tried: {error}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
@@ -109,10 +109,10 @@ def check_compiled_blocks_cached(
         empty_caches()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps({"why": why}))
+        write_file(file, json.dumps({"why": reason}))
     except OSError as error:
         log.debug("%s cannot be written, so the next start repeats the trial: %s", file, error)
-    return why
+    return reason
 
 
 def check_compiled_blocks(
@@ -127,10 +127,12 @@ def check_compiled_blocks(
     Raises:
         UncheckableArchitecture: if no small model can be made.
     """
-    method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
+    trial_tune = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         write_small_model(model, directory := Path(folder))
-        run = functools.partial(_run_step, directory, method, device=device, recompute=recompute)
+        run = functools.partial(
+            _run_step, directory, trial_tune, device=device, recompute=recompute
+        )
         exact = run(torch.float32, compiled=False)
         eager = exact if dtype == torch.float32 else run(dtype, compiled=False)
         with compiling_in_process(directory):
@@ -145,20 +147,20 @@ def compare_steps(
 
     ``min_tolerance``: the share of a loss, or of a gradient's norm, that is tolerated in any case.
     """
-    for loss, ours, theirs in zip(exact.losses, compiled.losses, eager.losses, strict=True):
-        if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + min_tolerance * abs(loss):
-            return f"a small model's loss is {ours:.6g} with compiled blocks, {theirs:.6g} without"
+    for loss, actual, base in zip(exact.losses, compiled.losses, eager.losses, strict=True):
+        if not abs(actual - loss) <= MAX_ERROR_RATIO * abs(base - loss) + min_tolerance * abs(loss):
+            return f"a small model's loss is {actual:.6g} with compiled blocks, {base:.6g} without"
     for name, gradient in exact.gradients.items():
         norm = gradient.norm().item()
-        ours, theirs = (
+        actual, base = (
             (step.gradients[name] - gradient).norm().item() if name in step.gradients else norm
             for step in (compiled, eager)
         )
-        if not ours <= MAX_ERROR_RATIO * theirs + min_tolerance * norm + 1e-7:
-            ours, theirs = ours / (norm or 1.0), theirs / (norm or 1.0)
+        if not actual <= MAX_ERROR_RATIO * base + min_tolerance * norm + 1e-7:
+            actual, base = actual / (norm or 1.0), base / (norm or 1.0)
             return (
-                f"the gradient of a small model's {name} is off by {ours:.1e} of its norm with "
-                f"compiled blocks, by {theirs:.1e} without"
+                f"the gradient of a small model's {name} is off by {actual:.1e} of its norm with "
+                f"compiled blocks, by {base:.1e} without"
             )
     return ""
 
@@ -181,9 +183,9 @@ def _run_step(
         compile_loss(built.module)
     allocate(built.module, device)
     load_weights(built)
-    trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
+    parameters = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        for number, (name, parameter) in enumerate(sorted(trained.items())):
+        for number, (name, parameter) in enumerate(sorted(parameters.items())):
             if is_lora_b(name):  # initially zero, so that A would get no gradient
                 generator = torch.Generator().manual_seed(number)
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
@@ -195,17 +197,17 @@ def _run_step(
             loss = built.module(batch)
         loss.backward()
         losses.append(loss.item())
-    gradients = {n: p.grad.float() for n, p in trained.items() if p.grad is not None}
+    gradients = {n: p.grad.float() for n, p in parameters.items() if p.grad is not None}
     return _StepValues(tuple(losses), gradients)
 
 
 def _make_random_batch(rows: Sequence[Sequence[int]]) -> Batch:
     generator = np.random.default_rng(1)
-    laid = [
+    masked_rows = [
         [(generator.integers(3, 256, length), np.full(length, True)) for length in row]
         for row in rows
     ]
-    return make_batch(laid, max(map(sum, rows)), 0)
+    return make_batch(masked_rows, max(map(sum, rows)), 0)
 
 
 def _device_name(device: torch.device) -> str:

@@ -71,7 +71,11 @@ def log_start(
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
         + describe_arithmetic(config.train, model.built.dtype, find_architecture(comm.device)),
         "method": describe_method(config.tune, model.size),
-        **({"experts": said} if (said := describe_experts(model.size, model.built.config)) else {}),
+        **(
+            {"experts": experts}
+            if (experts := describe_experts(model.size, model.built.config))
+            else {}
+        ),
         "data": _describe_data(config.data, data),
         **_describe_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
@@ -138,12 +142,12 @@ def warn_slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
 
 def warn_idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
     """Yield a warning where a step has fewer rows than there are ranks to share them."""
-    ranks, each = layout.data_parallel_size, layout.size // layout.data_parallel_size
-    if rows < ranks:
+    groups, each = layout.data_parallel_size, layout.size // layout.data_parallel_size
+    if rows < groups:
         yield (
             f"{format_quantity(rows, 'row')} for {layout.size} ranks: "
-            f"{(ranks - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
-            f"batch.global_size={ranks}"
+            f"{(groups - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
+            f"batch.global_size={groups}"
         )
 
 
@@ -151,15 +155,15 @@ def warn_best_weights_not_saved(train: TrainConfig, checkpoint: CheckpointConfig
     """Yield a warning where a run that stops early does not keep its best weights."""
     if (num_evals := train.stop_after_evals) is None:
         return
-    what = f"train.stop_after_evals={num_evals}"
+    text = f"train.stop_after_evals={num_evals}"
     if not checkpoint.keep_best:
         yield (
-            f"{what} ends the run after its best weights, which are not kept: "
+            f"{text} ends the run after its best weights, which are not kept: "
             "set checkpoint.keep_best=true"
         )
     elif (train.eval_every_steps or 0) % (checkpoint.every_steps or math.inf):
         yield (
-            f"{what} with checkpoint.keep_best=true keeps only the best of checkpoints saved right "
+            f"{text} with checkpoint.keep_best=true keeps only the best of checkpoints saved right "
             f"after an evaluation: set checkpoint.every_steps={train.eval_every_steps}"
         )
 
@@ -200,11 +204,13 @@ def warn_few_steps(
     warmup = optim.warmup_steps or 0
     if warmup >= total_steps and warmup > 1:
         last = learning_rate(optim, total_steps - 1, total_steps)
-        missed = f"{last:.2g}, not {optim.peak_lr:g}"
-        reached = f"{optim.peak_lr:g} in the last step alone" if warmup == total_steps else missed
+        low_text = f"{last:.2g}, not {optim.peak_lr:g}"
+        rate_text = (
+            f"{optim.peak_lr:g} in the last step alone" if warmup == total_steps else low_text
+        )
         yield (
             f"the run ends during warm-up (optim.warmup_steps={warmup} in a run of {total_steps} "
-            f"steps): the rate reaches {reached}; use fewer"
+            f"steps): the rate reaches {rate_text}; use fewer"
         )
 
 
@@ -214,21 +220,23 @@ def describe_learning_rate(
     """Return the peak learning rate, where it comes from, its warm-up and its schedule."""
     peak = with_scaled_lr(optim, rows).peak_lr
     if (reference := optim.reference_batch) is not None:
-        why = f"optim.lr={optim.peak_lr:.3g} is for {reference} rows per step "
-        why += f"({optim.batch_scaling})"
+        origin = f"optim.lr={optim.peak_lr:.3g} is for {reference} rows per step "
+        origin += f"({optim.batch_scaling})"
     elif optim.lr == auto_lr(tune):
-        what = "all weights" if tune.method == "full" else "adapters"
-        why = f"optim.lr, as auto sets it for {what}"
-        why += "" if tune.objective == "sft" else f" and {tune.objective}"
+        target = "all weights" if tune.method == "full" else "adapters"
+        origin = f"optim.lr, as auto sets it for {target}"
+        origin += "" if tune.objective == "sft" else f" and {tune.objective}"
     else:
-        why = "optim.lr"
+        origin = "optim.lr"
     warmup = optim.num_warmup_steps(total_steps)
-    before = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
+    warmup_text = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
     falls = f", whose last {optim.num_decay_steps(total_steps)} steps fall"
-    how = optim.schedule + (falls if optim.schedule == "wsd" else "")
-    how += f"; LoRA's B at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
-    how += "; moments in 8 bits" if optim.is_8bit else ""
-    return f"{peak:.3g} ({why}): {before}{how}"
+    schedule = optim.schedule + (falls if optim.schedule == "wsd" else "")
+    schedule += (
+        f"; LoRA's B at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
+    )
+    schedule += "; moments in 8 bits" if optim.is_8bit else ""
+    return f"{peak:.3g} ({origin}): {warmup_text}{schedule}"
 
 
 def describe_arithmetic(
@@ -245,14 +253,14 @@ def describe_float8_base(model: Model, device: torch.device) -> str:
     if not model.config.tune.base_dtype:
         return ""
     dtype = model.built.dtype
-    why = explain_missing_float8_matmuls(device, dtype)
-    return f"; the base is multiplied in {f'{str(dtype)[6:]}: {why}' if why else 'float8'}"
+    reason = explain_missing_float8_matmuls(device, dtype)
+    return f"; the base is multiplied in {f'{str(dtype)[6:]}: {reason}' if reason else 'float8'}"
 
 
 def describe_allocator(device: torch.device, environ: Mapping[str, str]) -> str:
     """Describe the settings of the GPU memory allocator, to be appended to the forecast."""
-    found = [f"{name}={environ[name]}" for name in ALLOC_CONF_VARIABLES if name in environ]
-    return f"; {found[0]}" if device.type == "cuda" and found else ""
+    settings = [f"{name}={environ[name]}" for name in ALLOC_CONF_VARIABLES if name in environ]
+    return f"; {settings[0]}" if device.type == "cuda" and settings else ""
 
 
 def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
@@ -300,8 +308,8 @@ def describe_method(tune: TuneConfig, size: ModelSize) -> str:
     adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
     adapter += f" on a base in {tune.base_packing}" if tune.base_packing else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
-    each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
-    return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"
+    detail = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
+    return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {detail}"
 
 
 def describe_experts(size: ModelSize, model: Any) -> str:
@@ -309,24 +317,26 @@ def describe_experts(size: ModelSize, model: Any) -> str:
 
     "" for a dense model.
     """
-    trained: Counter[str] = Counter()
+    num_trained: Counter[str] = Counter()
     for weights in size.weights:
         if weights.kind:
-            trained[weights.kind] += weights.num_values if weights.is_trained else 0
+            num_trained[weights.kind] += weights.num_values if weights.is_trained else 0
     parts = [
         f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
-        for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0]))
+        for kind, num in sorted(
+            num_trained.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0])
+        )
     ]
     num_chosen = num_experts_per_token(model)
-    each = f"{num_chosen} of {round(num_chosen / active_expert_share(model))}"
-    return f"{each} for a token; {', '.join(parts)}" if parts else ""
+    fraction = f"{num_chosen} of {round(num_chosen / active_expert_share(model))}"
+    return f"{fraction} for a token; {', '.join(parts)}" if parts else ""
 
 
 def _describe_data(config: DataConfig, data: Data) -> str:
     loader = data.loader
-    what = f"{len(data.sources)} sources" if config.path is None else join_paths(config.path)
+    sources = f"{len(data.sources)} sources" if config.path is None else join_paths(config.path)
     return (
-        f"{what}: {format_count(_num_documents(data.sources))} documents in "
+        f"{sources}: {format_count(_num_documents(data.sources))} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
@@ -348,16 +358,16 @@ def _describe_evals(data: Data, keeps_best: bool) -> dict[str, str]:
 def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
     ranks = layout.data_parallel_size
     epochs = data.loader.total_rows / data.loader.num_rows_per_epoch
-    fewest, more = divmod(rows, ranks)
-    each = f"{fewest} each"
-    if more:
-        each = f"{more} of them {'has' if more == 1 else 'have'} {fewest + 1}"
-        each += f", the others {fewest} and wait" if fewest else ", the others none"
-    who = "rank" if ranks == layout.size else "group"
-    who += "s" if ranks > 1 else ""
-    who += "" if ranks == layout.size else " of ranks"
+    fewest, remainder = divmod(rows, ranks)
+    shares = f"{fewest} each"
+    if remainder:
+        shares = f"{remainder} of them {'has' if remainder == 1 else 'have'} {fewest + 1}"
+        shares += f", the others {fewest} and wait" if fewest else ", the others none"
+    noun = "rank" if ranks == layout.size else "group"
+    noun += "s" if ranks > 1 else ""
+    noun += "" if ranks == layout.size else " of ranks"
     return (
-        f"{rows} rows per step over {ranks} {who}: {each}; "
+        f"{rows} rows per step over {ranks} {noun}: {shares}; "
         f"{math.ceil(data.loader.num_rows_per_epoch / rows)} updates per epoch, "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
@@ -375,9 +385,9 @@ def _count_data(data: Data) -> dict[str, float]:
     counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
-    used = [count_tokens(source.store, source.limit) for source in data.sources]
-    tokens, learned = map(sum, zip(*used, strict=True))
-    counts |= {"tokens": tokens, "loss_tokens": learned}
+    token_counts = [count_tokens(source.store, source.limit) for source in data.sources]
+    tokens, loss_tokens = map(sum, zip(*token_counts, strict=True))
+    counts |= {"tokens": tokens, "loss_tokens": loss_tokens}
     counts["documents"] = _num_documents(data.sources)
     if data.held_out:
         counts["held_out_documents"] = _num_documents(data.held_out)

@@ -47,8 +47,8 @@ def decide_micro_size(
     config, layout = model.config, plan.layout
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
-    now = job.config.model_dump()
-    if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, now):
+    settings = job.config.model_dump()
+    if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, settings):
         return saved.micro_size
     max_rows = max_micro_rows(config.batch, layout)
     watch = job.make_stall_watch()
@@ -59,9 +59,9 @@ def decide_micro_size(
         )
 
 
-def _needs_same_memory(saved: RunState, settings: Settings) -> bool:
-    before, now = flatten(saved.config), flatten(settings)
-    return all(before.get(name, now[name]) == now[name] for name in _MEMORY_SETTINGS)
+def _needs_same_memory(saved_state: RunState, settings: Settings) -> bool:
+    old, new = flatten(saved_state.config), flatten(settings)
+    return all(old.get(name, new[name]) == new[name] for name in _MEMORY_SETTINGS)
 
 
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
@@ -69,13 +69,13 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
     tokens, num_micro = plan.num_local_tokens(rows * seq_len), -(-rows // micro_size)
     micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
-    sent = sum(expected_bytes(plan, [micro] * num_micro).values())
+    sent_bytes = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s%s",
         min(micro_size, rows),
         seq_len,
         f", shared by {context} ranks" if (context := plan.layout.context) > 1 else "",
-        f"; a step sends {format_bytes(sent)} per rank" if sent else "",
+        f"; a step sends {format_bytes(sent_bytes)} per rank" if sent_bytes else "",
     )
 
 
@@ -119,30 +119,30 @@ def _prepare_device_measurement(
     engine: Engine, monitor: MemoryMonitor, device: DeviceMemory, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
     """Return a function that measures the peak bytes of rows, and the bytes available for rows."""
-    before = device.sample()
+    baseline = device.sample()
     # The allocator's fragmentation grows with the memory that it hands out.
-    filled_bytes = (DEVICE_LIMITS.target_share * before.limit_bytes - before.others_bytes) / (
+    filled_bytes = (DEVICE_LIMITS.target_share * baseline.limit_bytes - baseline.others_bytes) / (
         1 + GPU_SLACK_SHARE
     )
 
     def measure_row_bytes(rows: int) -> int:
-        failed = None
+        cause = None
         try:
             engine.run_and_discard(costliest_batch(rows, seq_len))
         except torch.OutOfMemoryError as error:
-            failed = describe_failed_allocation(error)
-        found = device.sample()
-        if failed is not None:
+            cause = describe_failed_allocation(error)
+        sample = device.sample()
+        if cause is not None:
             raise MemoryBudgetError(
                 f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
-                f"{monitor.device_shortage(found).words}; {failed}. Set parallel.recompute=full, a "
+                f"{monitor.device_shortage(sample).words}; {cause}. Set parallel.recompute=full, a "
                 "shorter data.seq_len, or parallel.offload_params=cpu, or use more ranks with "
                 "parallel.shard, or with parallel.context, which share a row; python -m hpc_tune "
                 "plan predicts the memory of each"
             )
-        return found.used_bytes - found.others_bytes - before.allocated_bytes
+        return sample.used_bytes - sample.others_bytes - baseline.allocated_bytes
 
-    return measure_row_bytes, int(filled_bytes) - before.allocated_bytes
+    return measure_row_bytes, int(filled_bytes) - baseline.allocated_bytes
 
 
 def _prepare_host_measurement(

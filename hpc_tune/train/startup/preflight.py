@@ -55,27 +55,31 @@ def preflight(
     """
     config, comm, machine = model.config, job.setup_comm, resolved_layout.machine
     tokens = min_micro_rows(config.batch) * config.data.seq_len
-    most = upper_bound_bytes(
+    max_bytes = upper_bound_bytes(
         model.size, resolved_layout.layout, model.built.config, tokens, machine
     )
-    room = machine.bytes_per_rank
-    if upper_bound_fits(most, machine):
-        rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
-        verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
+    room_bytes = machine.bytes_per_rank
+    if upper_bound_fits(max_bytes, machine):
+        note = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
+        verdict = (
+            f"fits{note}: at most {format_bytes(max_bytes)} of {format_bytes(room_bytes)} per rank"
+        )
         return MemoryForecast(None, verdict)
     # The other ranks wait for the plan.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
-    masked = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
-    plan = comm.run_on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
+    arguments = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
+    plan = comm.run_on_rank_0(
+        "planning", lambda: _run_plan_command(job, machine, arguments, limit_s)
+    )
     if plan is None:
         return MemoryForecast(None, "not planned; see the warning above")
     job.monitor.expect_usage(plan.steady_phase.node_bytes(machine))
     if plan.fits:
         return MemoryForecast(plan, _describe_fit(plan))
-    bad = [p for p in plan.phases if not phase_fits(p, machine) and not p.optional]
+    bad_phases = [p for p in plan.phases if not phase_fits(p, machine) and not p.optional]
     text = "this run does not fit into memory:\n" + "\n".join(
-        f"  - {line}" for phase in bad for line in _describe_shortage(phase, machine)
+        f"  - {line}" for phase in bad_phases for line in _describe_shortage(phase, machine)
     )
     advice = "\n".join(f"  - {line}" for line in plan.advice)
     text += f"\nWhat would help:\n{advice}"
@@ -88,18 +92,18 @@ def preflight(
 
 def _describe_shortage(phase: PhaseMemory, machine: Machine) -> Iterator[str]:
     """Yield a line for each kind of memory that a phase needs more of than there is."""
-    what = {Phase.STEADY: "a step", Phase.LOAD: "loading"}.get(phase.name, phase.name)
-    needs, has = phase.device_bytes, machine.device_bytes
-    if has is not None and not DEVICE_LIMITS.allows(needs, has):
+    activity = {Phase.STEADY: "a step", Phase.LOAD: "loading"}.get(phase.name, phase.name)
+    needed_bytes, limit_bytes = phase.device_bytes, machine.device_bytes
+    if limit_bytes is not None and not DEVICE_LIMITS.allows(needed_bytes, limit_bytes):
         yield (
-            f"{what} needs {format_bytes(needs)} of each device's memory; there are "
-            f"{format_bytes(has)}"
+            f"{activity} needs {format_bytes(needed_bytes)} of each device's memory; there are "
+            f"{format_bytes(limit_bytes)}"
         )
-    needs, has = phase.node_bytes(machine), machine.host_bytes
-    if not HOST_LIMITS.allows(needs, has):
+    needed_bytes, limit_bytes = phase.node_bytes(machine), machine.host_bytes
+    if not HOST_LIMITS.allows(needed_bytes, limit_bytes):
         yield (
-            f"{what} needs {format_bytes(needs)} of host memory per node; there are "
-            f"{format_bytes(has)}"
+            f"{activity} needs {format_bytes(needed_bytes)} of host memory per node; there are "
+            f"{format_bytes(limit_bytes)}"
         )
 
 
@@ -117,15 +121,15 @@ def _describe_fit(plan: MemoryPlan) -> str:
 
 def record_memory_peaks(job: Job, forecast: MemoryForecast) -> None:
     """Write an event with the peak of any rank in each phase, and the planned bytes. Collective."""
-    measured: dict[Phase, int] = {}
+    peak_bytes: dict[Phase, int] = {}
     for peaks in job.setup_comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
-            measured[phase] = max(measured.get(phase, 0), num_bytes)
+            peak_bytes[phase] = max(peak_bytes.get(phase, 0), num_bytes)
     phases_of_plan = forecast.plan.phases if forecast.plan else []
-    planned = {p.name: p.rank_bytes + p.first_bytes for p in phases_of_plan}
+    planned_bytes = {p.name: p.rank_bytes + p.first_bytes for p in phases_of_plan}
     phases = {
-        phase: {"rank_bytes": num_bytes, "planned": planned.get(phase)}
-        for phase, num_bytes in measured.items()
+        phase: {"rank_bytes": num_bytes, "planned": planned_bytes.get(phase)}
+        for phase, num_bytes in peak_bytes.items()
     }
     job.events.write("memory", phases=phases)
 
@@ -139,21 +143,21 @@ def _run_plan_command(
         ResumableStop: if the run was asked to stop meanwhile, since the signal ends the plan, too.
     """
     limit = find_host_limit()
-    left = spare_bytes(limit)
-    if left < PLAN_BYTES:
+    available_bytes = spare_bytes(limit)
+    if available_bytes < PLAN_BYTES:
         log.warning(
             "memory  not planned: planning takes %s, but only %s of %s are left",
-            *map(format_bytes, (PLAN_BYTES, left, limit.num_bytes)),
+            *map(format_bytes, (PLAN_BYTES, available_bytes, limit.num_bytes)),
         )
         return None
     log.info("memory  planning what each phase takes")
-    printed = ""
+    stderr = ""
     try:
-        done = run_plan(job.dir / STARTING_CONFIG, machine, arguments, limit_s)
-        printed = done.stderr.strip()
-        if done.returncode < 0:
-            done.check_returncode()
-        return plan_from_json(done.stdout)
+        result = run_plan(job.dir / STARTING_CONFIG, machine, arguments, limit_s)
+        stderr = result.stderr.strip()
+        if result.returncode < 0:
+            result.check_returncode()
+        return plan_from_json(result.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         # The signal may reach the plan before this process.
         time.sleep(_MAX_SIGNAL_DELAY_S)
@@ -161,12 +165,10 @@ def _run_plan_command(
             words = f"stopped while planning ({reason})"
             raise ResumableStop(reason, job.resume_point.step, words=words) from None
         is_killed = isinstance(error, subprocess.CalledProcessError)
-        why = (
-            printed.splitlines()[-1]
-            if printed and not is_killed
-            else explain_command_failure(error)
+        failure = (
+            stderr.splitlines()[-1] if stderr and not is_killed else explain_command_failure(error)
         )
-        log.warning("memory  not planned, the run continues without: %s", why)
+        log.warning("memory  not planned, the run continues without: %s", failure)
         return None
 
 
@@ -188,19 +190,19 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
         ConfigError: on rank 0, naming the fields that differ, their values and their ranks;
             ``RemoteError`` on the others.
     """
-    own = {
+    own_settings = {
         name: value for name, value in flatten(settings).items() if name not in _NODE_LOCAL_SETTINGS
     }
-    first = comm.broadcast(own)
-    others = {name: value for name, value in own.items() if value != first[name]}
-    if not comm.sum([bool(others)])[0]:
+    expected = comm.broadcast(own_settings)
+    differences = {name: value for name, value in own_settings.items() if value != expected[name]}
+    if not comm.sum([bool(differences)])[0]:
         return
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, differing in enumerate(comm.gather(others)):
+    for rank, differing in enumerate(comm.gather(differences)):
         for name, value in differing.items():
             ranks_of[name, str(value)].append(rank)
     lines = [
-        f"{name}={value} on {_format_ranks(ranks)}, {first[name]} on rank 0"
+        f"{name}={value} on {_format_ranks(ranks)}, {expected[name]} on rank 0"
         for (name, value), ranks in ranks_of.items()
     ]
     error = ConfigError(
