@@ -51,13 +51,7 @@ from hpc_tune.plan.memory_model import upper_bound_bytes, upper_bound_fits
 from hpc_tune.plan.report import MemoryPlan, make_plan
 from hpc_tune.plan.resolve import min_micro_rows, open_shape, planned_dtype, resolve, with_layout
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.probe.links import (
-    Link,
-    Links,
-    describe_links,
-    measure_collectives,
-    measure_pairs,
-)
+from hpc_tune.probe.links import Link, Links, describe_links, measure_collectives, measure_pairs
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, flops_per_token, measure, static_bytes
 from hpc_tune.units import format_bytes
