@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from hpc_tune.autotune.candidates import (
     Candidate,
@@ -50,14 +51,7 @@ from hpc_tune.plan.memory_model import upper_bound_bytes, upper_bound_fits
 from hpc_tune.plan.report import MemoryPlan, make_plan
 from hpc_tune.plan.resolve import min_micro_rows, open_shape, planned_dtype, resolve, with_layout
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.probe.links import (
-    CollectiveTime,
-    Link,
-    Links,
-    describe_links,
-    measure_collectives,
-    measure_pairs,
-)
+from hpc_tune.probe.links import Link, Links, describe_links, measure_collectives, measure_pairs
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, flops_per_token, measure, static_bytes
 from hpc_tune.units import format_bytes
@@ -68,6 +62,7 @@ from hpc_tune.world.comm import Comm
 #
 # a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
 
+_LINKS_ADAPTER, _COMPUTE_ADAPTER = TypeAdapter(Links), TypeAdapter(Compute | None)
 _SYNC_S = 50e-6
 _ACHIEVED_FLOPS_FRACTION = 0.4  # of a data sheet's flops that training reaches
 
@@ -100,19 +95,20 @@ class Measurements:
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            links = tree["links"]
-            links["pairs"] = tuple(
-                Link(**{**p, "ranks": tuple(p["ranks"]), "nodes": tuple(p["nodes"])})
-                for p in links["pairs"]
-            )
-            links["collectives"] = tuple(CollectiveTime(**c) for c in links["collectives"])
-            links["order"] = tuple(links["order"]) if links.get("order") else None
-            compute = Compute(**tree["compute"]) if tree.get("compute") else None
+            links = _LINKS_ADAPTER.validate_python(tree["links"])
+            compute = _COMPUTE_ADAPTER.validate_python(tree.get("compute"))
             nodes = tuple(int(rank["node"]) for rank in tree["ranks"])
-            if not nodes or (len(nodes) > 1 and not links["pairs"]):
-                raise ValueError(f"it has {len(nodes)} ranks and {len(links['pairs'])} pairs")
-            return cls(nodes, Links(**links), compute)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not nodes or (len(nodes) > 1 and not links.pairs):
+                raise ValueError(f"it has {len(nodes)} ranks and {len(links.pairs)} pairs")
+            return cls(nodes, links, compute)
+        except ValidationError as error:
+            [problem, *_] = error.errors(include_url=False)
+            key = ".".join(map(str, problem["loc"]))
+            raise ConfigError(
+                f"--measured {path}: expected the output of `doctor --json`: {key}: "
+                f"{problem['msg']}, found {problem['input']!r:.80}"
+            ) from None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"--measured {path}: expected the output of `doctor --json`: {error!r}"
             ) from None

@@ -309,7 +309,10 @@ def describe_method(tune: TuneConfig, size: ModelSize) -> str:
     adapter += f" on a base in {tune.base_packing}" if tune.base_packing else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     detail = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
-    return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {detail}"
+    text = f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {detail}"
+    if is_full and (tune.rank, tune.alpha) != (TuneConfig().rank, TuneConfig().alpha):
+        text += "; tune.rank and tune.alpha have no effect"
+    return text
 
 
 def describe_experts(size: ModelSize, model: Any) -> str:

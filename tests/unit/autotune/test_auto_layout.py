@@ -402,7 +402,9 @@ def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
     file = tmp_path / "doctor.json"
     unmeasured = {"links": {"pairs": [], "collectives": []}}
     texts = [json.dumps({**unmeasured, "ranks": [{"node": 0}] * num}) for num in (0, 2)]
-    for text in ("", "{}", '{"links": 1, "ranks": []}', *texts):
+    pair = {"ranks": [0, 1], "nodes": [0, 0], "latency_s": "slow", "bytes_per_s": 1e9}
+    slow = {"links": {**unmeasured["links"], "pairs": [pair]}, "ranks": [{"node": 0}] * 2}
+    for text in ("", "{}", '{"links": 1, "ranks": []}', "[" * 10**5, *texts, json.dumps(slow)):
         file.write_text(text)
         with pytest.raises(ConfigError, match="doctor --json"):
             Measurements.read(file)

@@ -186,8 +186,11 @@ def test_the_method_is_told_with_what_it_trains_of_each_kind(method, trained, sa
     num = sum(weights.num_values for weights in weights)
     frozen = 0 if method == "full" else 100_000 - num
     size = ModelSize(frozen, num, 4 * frozen, 4 * num, weights=weights)
-    config = load_config(None, ["model.path=/m", f"tune.method={method}"])
-    assert describe_method(config.tune, size) == said
+    settings = ["model.path=/m", f"tune.method={method}"]
+    assert describe_method(load_config(None, settings).tune, size) == said
+    tune = load_config(None, [*settings, "tune.rank=8"]).tune
+    unused = "; tune.rank and tune.alpha have no effect" if method == "full" else ""
+    assert describe_method(tune, size) == said.replace("r=16", "r=8") + unused
 
 
 @pytest.mark.parametrize(
