@@ -24,10 +24,10 @@ def is_permission_error(number: int | None) -> bool:
     return number in _PERMISSION_ERRNOS
 
 
-def describe_missing_permission(path: Path, of: Path | None = None) -> str:
+def describe_missing_permission(path: Path, folder: Path | None = None) -> str:
     """Describe who owns ``path`` and how this user can get access; "" if its mode grants it.
 
-    ``of`` is the folder whose files need the permission, ``path`` by default. If ``path`` does not
+    ``folder`` is the one whose files need the permission, ``path`` by default. If ``path`` does not
     exist or is not accessible, the nearest parent folder is described instead.
     """
     for blocked_path in (path, *path.absolute().parents):
@@ -41,7 +41,7 @@ def describe_missing_permission(path: Path, of: Path | None = None) -> str:
         letters = "w"
         if _has_access(blocked_path, letters):
             return ""
-    return _describe_refusal(blocked_path, status, letters, of or blocked_path)
+    return _describe_refusal(blocked_path, status, letters, folder or blocked_path)
 
 
 def may_write(path: Path) -> bool:

@@ -151,24 +151,24 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
 
 
 def find_ending(
-    reported: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
+    ending: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``reported`` (``outcome.read_ending``, or nothing), or else follow from
+    They are what its ranks ``ending`` (``outcome.read_ending``, or nothing), or else follow from
     the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose
     ranks died.
     """
-    if code == EXIT_USER_ERROR and reported.get("exit_code") != EXIT_USER_ERROR:
+    if code == EXIT_USER_ERROR and ending.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED_STATUS, "the start was refused, see the message above", code, ""
     failure_code = code if code > 0 else EXIT_FAILED
-    if reported:
+    if ending:
         return (
-            reported["status"],
-            reported["reason"],
-            reported["exit_code"],
-            str(reported.get("error", "")),
+            ending["status"],
+            ending["reason"],
+            ending["exit_code"],
+            str(ending.get("error", "")),
         )
     is_early = code in _EARLY_EXIT_CODES
     if is_early and not blames_nodes:

@@ -41,7 +41,7 @@ class Candidate:
 
     def __str__(self) -> str:
         gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
-        return (describe_axes(asdict(self.layout), always=()) or "one rank") + gathers
+        return (describe_axes(asdict(self.layout), always_shown=()) or "one rank") + gathers
 
     def penalized_s(self, num_ranks: int) -> float:
         """Return the seconds of a step, plus a small penalty for each axis and for idle ranks.

@@ -215,10 +215,10 @@ def _iterate_expert_matrices(
     stack: AdaptedTensor, base_index: TensorIndex
 ) -> Iterator[_ExpertMatrix]:
     """Yield the matrices of the experts of a stack; none if their names are unknown."""
-    joined_tensor = base_index.joined.get(stack.tensor)
+    joined_tensor = base_index.joined_tensors.get(stack.tensor)
     if joined_tensor is not None and all(part.axes[0] is None for part in joined_tensor.parts):
         for part in joined_tensor.parts:
-            layer = part.stored.name.removesuffix(".weight")
+            layer = part.source.name.removesuffix(".weight")
             yield _ExpertMatrix(layer, part.box.offset[0], part.box.slices()[1])
         return
     _, first, second = base_index.shapes[stack.tensor]

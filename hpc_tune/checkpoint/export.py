@@ -219,7 +219,7 @@ def export_merged(
             write_regions(temporary / file, [merged_model.region(name) for name in names])
             weight_map |= dict.fromkeys(names, file)
             progress.update(len(weight_map))
-        total = sum(map(merged_model.bytes_of, weight_map))
+        total = sum(map(merged_model.tensor_bytes, weight_map))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
@@ -270,9 +270,9 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
     return largest_tensor_bytes + PIECE_BYTES + EMPTY_MODEL_BYTES
 
 
-def require_merge_memory(merged: MergedModel) -> None:
+def require_merge_memory(merged_model: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
-    needed_bytes = merge_bytes(max(map(merged.bytes_of, merged.names)))
+    needed_bytes = merge_bytes(max(map(merged_model.tensor_bytes, merged_model.names)))
     limit = find_host_limit()
     room = spare_bytes(limit)
     if needed_bytes > room:
@@ -287,7 +287,7 @@ def _split_into_files(merged_model: MergedModel) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     file_bytes = 0
     for name in merged_model.names:
-        num_bytes = merged_model.bytes_of(name)
+        num_bytes = merged_model.tensor_bytes(name)
         if shards[-1] and file_bytes + num_bytes > SHARD_BYTES:
             shards.append([])
             file_bytes = 0

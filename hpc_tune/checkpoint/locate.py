@@ -221,7 +221,7 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     verification = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
-        f"{date}  {describe_axes(state.layout, always=state.layout)}  {verification}"
+        f"{date}  {describe_axes(state.layout, always_shown=state.layout)}  {verification}"
     )
 
 

@@ -78,9 +78,9 @@ class MergedModel:
     @functools.cached_property
     def _parts_by_stored_name(self) -> Mapping[str, tuple[str, StoredPart]]:
         """For each stored tensor that is part of a joined one: that tensor's name, and the part."""
-        joined_tensors = self._storage.index.joined if self._expert_stacks else {}
+        joined_tensors = self._storage.index.joined_tensors if self._expert_stacks else {}
         return {
-            part.stored.name: (name, part)
+            part.source.name: (name, part)
             for name, tensor in joined_tensors.items()
             for part in tensor.parts
         }
@@ -139,7 +139,7 @@ class MergedModel:
         dtype = self._stored.dtypes[name]
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
-    def bytes_of(self, name: str) -> int:
+    def tensor_bytes(self, name: str) -> int:
         """Return the size of a tensor."""
         return math.prod(self._stored.shapes[name]) * self.dtype_of(name).itemsize
 
@@ -198,7 +198,7 @@ class MergedModel:
         for number in range(part.box.offset[0], part.box.end[0]):
             box = Box((number, *part.box.offset[1:]), (1, *part.box.shape[1:]))
             expert = torch.empty(box.shape, dtype=torch.float32)
-            values, offset = part.view(expert), part.offset_of(box)
+            values, offset = part.view(expert), part.stored_offset(box)
             self._stored.fill(values, name, offset)
             delta = b_ORE[..., number] @ a_ERI[number]
             delta = delta.t() if stack.is_transposed else delta

@@ -121,10 +121,10 @@ class RunState:
         """
         return "" not in (sample, self.model_sample) and sample != self.model_sample
 
-    def run_config(self, where: str) -> RunConfig:
+    def run_config(self, checkpoint_name: str) -> RunConfig:
         """Return the configuration that the state was saved with, without removed settings.
 
-        ``where`` names the checkpoint in messages.
+        ``checkpoint_name`` names the checkpoint in messages.
 
         Raises:
             CheckpointError: if this version cannot read it.
@@ -136,13 +136,17 @@ class RunState:
         }
         if removed_names := flatten(self.config).keys() - names:
             log.warning(
-                "%s: removed settings are ignored: %s", where, ", ".join(sorted(removed_names))
+                "%s: removed settings are ignored: %s",
+                checkpoint_name,
+                ", ".join(sorted(removed_names)),
             )
         try:
             return RunConfig.model_validate(known_settings)
         except ValueError as error:
             reason = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
+            raise CheckpointError(
+                f"{checkpoint_name}: its configuration cannot be used: {reason}"
+            ) from None
 
 
 # Made once: constructing an adapter takes ten times as long as one validation.
@@ -172,15 +176,17 @@ def check_resume(
     return warnings
 
 
-def require_same_settings(saved_state: RunState, settings: Settings, other_model: str = "") -> None:
+def require_same_settings(
+    saved_state: RunState, settings: Settings, model_difference: str = ""
+) -> None:
     """Refuse a resume of ``saved_state`` if ``settings`` that must match differ.
 
-    ``other_model`` says how the model differs; empty if it does not, or is not loaded yet.
+    ``model_difference`` says how the model differs; empty if it does not, or is not loaded yet.
 
     Raises:
         ConfigError: lists every difference that is not allowed.
     """
-    differences = [f"model.path: {other_model}"] if other_model else []
+    differences = [f"model.path: {model_difference}"] if model_difference else []
     differences += _list_changes(saved_state, settings, "same")
     if differences:
         raise ConfigError(

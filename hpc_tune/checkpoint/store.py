@@ -277,14 +277,14 @@ def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def find_newest_valid_checkpoint(
-    paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
+    paths: Sequence[Path], explain_damage: Callable[[Path], str | None], warn: bool = True
 ) -> Path | None:
     """Return the last of ``paths`` that has no damage; warn of damaged ones after it.
 
     There is no warning of paths that no longer exist: an active run removes old checkpoints.
     """
     for path in reversed(paths):
-        if (reason := damage(path)) is None:
+        if (reason := explain_damage(path)) is None:
             return path
         if warn and path.is_dir():
             log.warning("skipping a checkpoint: %s; trying the previous one", reason)

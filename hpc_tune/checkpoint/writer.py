@@ -166,19 +166,21 @@ def choose_staging_bytes(
     requested_bytes: int | Literal["auto"],
     total_bytes: int,
     is_on_gpu: bool,
-    admit: Callable[[int], bool],
-    kept: int = 0,
+    can_allocate: Callable[[int], bool],
+    kept_bytes: int = 0,
 ) -> int:
     """Return up to how many bytes a rank may copy of the ``total_bytes`` that it saves, maybe 0.
 
-    ``requested_bytes`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for
-    that many bytes in addition to the ``kept`` ones of the last save.
+    ``requested_bytes`` is checkpoint.staging_bytes; ``can_allocate`` tells whether there is memory
+    for that many bytes in addition to the ``kept_bytes`` of the last save.
     """
     if requested_bytes != "auto":
         sizes = [requested_bytes]
     else:
         sizes = [total_bytes, STAGING_BYTES] if is_on_gpu else [STAGING_BYTES]
-    return next((size for size in sizes if admit(max(0, min(size, total_bytes) - kept))), 0)
+    return next(
+        (size for size in sizes if can_allocate(max(0, min(size, total_bytes) - kept_bytes))), 0
+    )
 
 
 def total_block_bytes(regions: Sequence[Region]) -> int:

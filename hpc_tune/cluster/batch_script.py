@@ -87,10 +87,12 @@ def _is_remote(image: str) -> bool:
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
 
 
-def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], mark: str) -> None:
-    """Refuse ``directives``, pairs of (setting, value), that a line of ``mark`` cannot hold.
+def check_settings(
+    settings: JobConfig, directives: Sequence[tuple[str, str]], directive_prefix: str
+) -> None:
+    """Refuse ``directives``, pairs of (setting, value), that a directive's line cannot hold.
 
-    ``mark``: the word that directives begin with, such as #SBATCH.
+    ``directive_prefix``: the word that such a line begins with, such as #SBATCH.
 
     Raises:
         ConfigError: naming all of them; or if ``settings.min_nodes`` exceeds ``settings.nodes``.
@@ -101,7 +103,7 @@ def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], m
     ]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)}: a line of {mark} takes letters, digits and "
+            f"{', '.join(wrong)}: a line of {directive_prefix} takes letters, digits and "
             "@ % + = : , . / [ ] | & * - _, no space and no quotes"
         )
     if settings.min_nodes > settings.nodes:

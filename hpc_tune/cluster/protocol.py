@@ -92,13 +92,13 @@ class Launcher:
 class JobEnergy:
     """The energy that a scheduler has counted for a job's nodes, in one execution of the job.
 
-    If it is not known, ``joules`` is None and ``why`` says why. ``is_sum_of_steps``: it is a sum
+    If it is not known, ``joules`` is None and ``reason`` says why. ``is_sum_of_steps``: it is a sum
     over steps, several of which can have counted the same node.
     """
 
     job: str
     joules: float | None = None
-    why: str = ""
+    reason: str = ""
     is_sum_of_steps: bool = False
 
 

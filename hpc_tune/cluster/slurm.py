@@ -86,15 +86,15 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
         )
     except subprocess.TimeoutExpired:
         return [
-            JobEnergy(job, why=f"sacct did not answer in {_SACCT_LIMIT_S:.0f} s") for job in jobs
+            JobEnergy(job, reason=f"sacct did not answer in {_SACCT_LIMIT_S:.0f} s") for job in jobs
         ]
     except FileNotFoundError:
-        return [JobEnergy(job, why="there is no sacct here") for job in jobs]
+        return [JobEnergy(job, reason="there is no sacct here") for job in jobs]
     except OSError as error:
-        return [JobEnergy(job, why=f"sacct: {error.strerror or error}") for job in jobs]
+        return [JobEnergy(job, reason=f"sacct: {error.strerror or error}") for job in jobs]
     if result.returncode:
         message = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
-        return [JobEnergy(job, why=f"sacct says {message}") for job in jobs]
+        return [JobEnergy(job, reason=f"sacct says {message}") for job in jobs]
     return parse_energies(result.stdout, [start for start in starts if start[0] in jobs])
 
 
@@ -105,7 +105,7 @@ def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEn
     for job, time_s in starts:
         job_row = next((r for r in rows if r.job == job and not r.step and r.ran_at(time_s)), None)
         if job_row is None:
-            energies[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
+            energies[job, None] = JobEnergy(job, reason="sacct knows of no such job at that time")
         else:
             energies[job, job_row.begin_s] = _job_energy(job_row, rows)
     return list(energies.values())
@@ -113,7 +113,7 @@ def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEn
 
 def _job_energy(job_row: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
     if job_row.end_s is None:
-        return JobEnergy(job_row.job, why="it is not over")
+        return JobEnergy(job_row.job, reason="it is not over")
     for row in rows:
         if (
             (row.job, row.step) == (job_row.job, "extern")
@@ -123,7 +123,7 @@ def _job_energy(job_row: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
             return JobEnergy(job_row.job, row.joules)
     if job_row.joules is None:
         return JobEnergy(
-            job_row.job, why="Slurm has counted no energy there (AcctGatherEnergyType)"
+            job_row.job, reason="Slurm has counted no energy there (AcctGatherEnergyType)"
         )
     return JobEnergy(job_row.job, job_row.joules, is_sum_of_steps=True)
 

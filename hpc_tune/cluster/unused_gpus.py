@@ -67,14 +67,14 @@ def find_unused_gpus(
     environ: Environ,
     host: str,
     build: TorchBuild,
-    why: Callable[[], str] = lambda: "",
+    get_torch_reason: Callable[[], str] = lambda: "",
     root: Path = Path("/"),
 ) -> UnusedGpus | None:
     """Return why no GPU is used, where torch finds none; None if there is none to be used.
 
-    GPUs that a variable hides count only if the job was granted some. ``why`` returns torch's own
-    reason, if any. ``root``: where the kernel's /dev, /proc and /sys are. Intel's GPUs lead to an
-    error in any job: their sites grant whole nodes.
+    GPUs that a variable hides count only if the job was granted some. ``get_torch_reason`` returns
+    torch's own reason, if any. ``root``: where the kernel's /dev, /proc and /sys are. Intel's GPUs
+    lead to an error in any job: their sites grant whole nodes.
     """
     grants = find_granted_gpus(environ)
     gpus = count_present_gpus(root)
@@ -83,7 +83,7 @@ def find_unused_gpus(
     if not grants and (not gpus or hiding_variables):
         return None
     counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in gpus.items())
-    cause = _explain_unused_gpus(hiding_variables, build, why, gpus, root)
+    cause = _explain_unused_gpus(hiding_variables, build, get_torch_reason, gpus, root)
     if grants or (in_job and "Intel" in gpus):
         sign = f"{grants} says that there are some" if grants else f"it has {counts}"
         return UnusedGpus(

@@ -62,9 +62,9 @@ _PREFERENCE_KEYS = {
 _COLUMN_ALIASES = {"conversations": "messages"}  # a column name that needs no entry in data.columns
 
 
-def list_readable_data_files(dataset_list: str, theirs: ForeignConfig) -> list[str]:
+def list_readable_data_files(dataset_list: str, config: ForeignConfig) -> list[str]:
     """Return the files in a list of datasets, named by its key, that hpc_tune can read."""
-    return [file for item in theirs.items(dataset_list) for file in _usable_files(item)]
+    return [file for item in config.items(dataset_list) for file in _usable_files(item)]
 
 
 def _usable_files(item: dict[str, Any]) -> list[str]:

@@ -50,18 +50,18 @@ _LLAMA_FACTORY_ADVICE = (
 )
 
 
-def explain_unsupported(theirs: dict[str, Any]) -> str | None:
+def explain_unsupported(raw_config: dict[str, Any]) -> str | None:
     """Return which unsupported tool or format a config is for, and what to do; None if unknown."""
-    is_name = isinstance(theirs.get("model"), str)
-    if is_name and {"train_dataset", "model_class", "peft_config"} & set(theirs):
+    is_name = isinstance(raw_config.get("model"), str)
+    if is_name and {"train_dataset", "model_class", "peft_config"} & set(raw_config):
         return (
             "that is the newer form of LLaMA-Factory (v1, as in its examples/v1), which convert "
             f"does not read yet: {_LLAMA_FACTORY_ADVICE}"
         )
-    if is_name and {"tuner_type", "train_type", "rlhf_type", "sft_type"} & set(theirs):
+    if is_name and {"tuner_type", "train_type", "rlhf_type", "sft_type"} & set(raw_config):
         return f"that is a config of ms-swift, which convert does not read: {_LLAMA_FACTORY_ADVICE}"
     of_trl = {"dataset_name", "dataset_mixture", "use_peft", "lora_target_modules"}
-    if "model_name_or_path" in theirs and of_trl & set(theirs):
+    if "model_name_or_path" in raw_config and of_trl & set(raw_config):
         return f"that is a config of trl, which convert does not read: {_LLAMA_FACTORY_ADVICE}"
     return None
 
@@ -195,15 +195,15 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     return lines, text
 
 
-def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
-    """Convert ``theirs``, which was made for ``ranks`` ranks.
+def convert_config(raw_config: dict[str, Any], ranks: int) -> ConvertedConfig:
+    """Convert ``raw_config``, which was made for ``ranks`` ranks.
 
     Raises:
         ConfigError: if the tool is not recognized, the kind of training has no counterpart here,
             or values are invalid.
     """
-    tool = recognize_tool(theirs)
-    raw_values = dict(flatten_keys(theirs, tool.list_keys))
+    tool = recognize_tool(raw_config)
+    raw_values = dict(flatten_keys(raw_config, tool.list_keys))
     resolved_values = {
         key: value for key, value in resolve_references(raw_values).items() if value is not None
     }
@@ -236,24 +236,28 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     return sheet.conversion(tool.name)
 
 
-def recognize_tool(theirs: dict[str, Any]) -> Tool:
+def recognize_tool(raw_config: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
         ConfigError: if no known tool has such keys.
     """
-    model = theirs.get("model")
-    if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
+    model = raw_config.get("model")
+    if isinstance(model, dict) and "_component_" in model and "optimizer" in raw_config:
         return TORCHTUNE
-    if isinstance(theirs.get("policy_model"), dict) and "optimizer" in theirs:
+    if isinstance(raw_config.get("policy_model"), dict) and "optimizer" in raw_config:
         return TORCHTUNE  # reinforcement learning, which is refused by name
-    if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
+    if "model_name_or_path" in raw_config and {"stage", "finetuning_type"} & set(raw_config):
         return LLAMA_FACTORY
-    if "base_model" in theirs and {*DATASET_LISTS, "adapter", "micro_batch_size"} & set(theirs):
+    if "base_model" in raw_config and {*DATASET_LISTS, "adapter", "micro_batch_size"} & set(
+        raw_config
+    ):
         return AXOLOTL
-    keys = ", ".join(map(str, list(theirs)[:12])) or "nothing"
-    keys += " and more" if len(theirs) > 12 else ""
-    raise ConfigError(f"found the keys {keys}; {explain_unsupported(theirs) or _EXPECTED_TOOLS}")
+    keys = ", ".join(map(str, list(raw_config)[:12])) or "nothing"
+    keys += " and more" if len(raw_config) > 12 else ""
+    raise ConfigError(
+        f"found the keys {keys}; {explain_unsupported(raw_config) or _EXPECTED_TOOLS}"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

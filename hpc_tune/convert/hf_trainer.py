@@ -86,7 +86,7 @@ def init_adapter_rule(reference: str = "") -> Rule:
     return preferences.reference_adapter_rule(_convert_init_adapter, reference)
 
 
-def convert_val_size(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_val_size(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for the share of the data that is held out."""
     if value == 0:
         return IgnoredKey("no data is held out")
@@ -127,9 +127,9 @@ def early_stop_rule(share: str) -> Rule:
     return rules.ignore_if_off(rule)
 
 
-def has_max_steps(theirs: ForeignConfig) -> bool:
+def has_max_steps(config: ForeignConfig) -> bool:
     """Return whether max_steps decides the length of the run, not the epochs."""
-    return theirs.number("max_steps") > 0
+    return config.number("max_steps") > 0
 
 
 def _convert_max_steps(value: Any, config: ForeignConfig) -> Outcome:
@@ -138,9 +138,9 @@ def _convert_max_steps(value: Any, config: ForeignConfig) -> Outcome:
     return IgnoredKey("unset in their config: train.epochs decides")
 
 
-def convert_epochs(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_epochs(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for epochs; max_steps takes precedence."""
-    if has_max_steps(theirs):
+    if has_max_steps(config):
         return IgnoredKey("train.max_steps decides, as max_steps does there")
     return MappedKey({"train.epochs": value})
 
@@ -173,15 +173,15 @@ def _convert_warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
     return _convert_warmup(value, config)
 
 
-def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
+def convert_schedule(name: Any, min_ratio: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome for a schedule; ``min_ratio``: final rate / peak, None if it ends at 0."""
     schedule = _SCHEDULES.get(str(name))
     match str(name):
         case "warmup_stable_decay":
-            return _convert_wsd(theirs)
+            return _convert_wsd(config)
         case "cosine_with_restarts":
-            if theirs.number(f"{_KWARGS}.num_cycles") > 1:
-                cycles = theirs.integer(f"{_KWARGS}.num_cycles")
+            if config.number(f"{_KWARGS}.num_cycles") > 1:
+                cycles = config.integer(f"{_KWARGS}.num_cycles")
                 options = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
                 return MappedKey({"optim.schedule": str(name), **options}, _END_REMARK)
             schedule = "cosine"
@@ -193,8 +193,8 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
         return MappedKey({"optim.schedule": schedule, "optim.min_lr_ratio": min_ratio})
     return map_decay_to_zero(
         schedule,
-        theirs.integer("max_steps") if has_max_steps(theirs) else None,
-        _known_warmup_steps(theirs),
+        config.integer("max_steps") if has_max_steps(config) else None,
+        _known_warmup_steps(config),
     )
 
 
@@ -221,17 +221,19 @@ def _convert_schedule_argument(value: Any, config: ForeignConfig) -> Outcome:
     return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
 
 
-def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> MappedKey:
-    """Return our schedule ``ours`` for one of theirs that reaches 0 one step after the last.
+def map_decay_to_zero(schedule: str, steps: int | None, warmup_steps: int) -> MappedKey:
+    """Return our ``schedule`` for one of theirs that reaches 0 one step after the last.
 
     ``optim.min_lr_ratio`` gives the last step their rate; it is 0 if ``steps`` is not known.
     """
     if steps is None or steps <= warmup_steps + 1:
-        return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
+        return MappedKey({"optim.schedule": schedule, "optim.min_lr_ratio": 0.0}, _END_REMARK)
     fraction_left = 1 / (steps - warmup_steps)
-    ratio = fraction_left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * fraction_left))
+    ratio = fraction_left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * fraction_left))
     remark = "their rate in the last step"
-    return MappedKey({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
+    return MappedKey(
+        {"optim.schedule": schedule, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark
+    )
 
 
 def _known_warmup_steps(config: ForeignConfig) -> int:
@@ -241,13 +243,13 @@ def _known_warmup_steps(config: ForeignConfig) -> int:
     )
 
 
-def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_optimizer(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for the optimizer; only AdamW is supported."""
     name = str(value)
     if name in _PLAIN_ADAMW:
         return IgnoredKey("AdamW is the only optimizer")
     if "adamw" in name and "8bit" in name:
-        return convert_adamw_8bit(theirs, "" if "torch" in name else _BNB_REMARK, "paged" in name)
+        return convert_adamw_8bit(config, "" if "torch" in name else _BNB_REMARK, "paged" in name)
     if "adamw" in name and re.search("bit|fp8|paged", name):
         return UnsupportedKey(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
@@ -256,12 +258,12 @@ def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     return UnsupportedKey(rules.OPTIMIZER_ADVICE, to_do=True)
 
 
-def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
+def convert_adamw_8bit(config: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
     """Return AdamW with moments in 8 bits, unless the config offloads parameters.
 
     ``remark``: what is different here; ``is_paged``: whether theirs is.
     """
-    if any(theirs.is_on(key) for key in _OFFLOAD_KEYS):
+    if any(config.is_on(key) for key in _OFFLOAD_KEYS):
         return UnsupportedKey("with parallel.offload_params=cpu its state is in fp32 on the host")
     remarks = [remark] if remark else []
     remarks += ["not paged: it stays on the device"] if is_paged else []
@@ -296,11 +298,11 @@ def _convert_save_steps(value: Any, config: ForeignConfig) -> Outcome:
     return MappedKey({"checkpoint.every_steps": value})
 
 
-def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_modules_to_save(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for modules trained in full beside adapters: a list, or names separated by commas."""
     if not value:
         return OFF_KEY
-    if theirs.method == "full":
+    if config.method == "full":
         return NO_ADAPTERS
     if not are_names(value):
         return UnsupportedKey(
@@ -320,7 +322,7 @@ def split_names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def peft_pattern_rules(their_key: str, ours: str) -> dict[str, Rule]:
+def peft_pattern_rules(their_key: str, our_key: str) -> dict[str, Rule]:
     """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``their_key``."""
 
     def rule(value: Any, config: ForeignConfig) -> Outcome:
@@ -329,7 +331,7 @@ def peft_pattern_rules(their_key: str, ours: str) -> dict[str, Rule]:
         start = f"{their_key}."
         patterns = {key: value for key, value in config.values.items() if key.startswith(start)}
         return MappedKey(
-            {ours: {key.removeprefix(start): value for key, value in patterns.items()}}
+            {our_key: {key.removeprefix(start): value for key, value in patterns.items()}}
         )
 
     return {their_key: OFF_KEY, f"{their_key}.*": rule}
@@ -427,14 +429,14 @@ _OUTPUT_HEAD = {"lm_head"}  # absent from files if it is tied to the embedding
 _MAX_HEADER_BYTES = 64 << 20  # a larger header means a damaged file
 
 
-def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
+def convert_targets(names: list[str], model_key: str, config: ForeignConfig) -> Outcome:
     """Return the outcome for the names of layers that get adapters, given the config's model."""
-    layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
+    layers = read_layer_names(Path(str(config.get(model_key, ""))).expanduser())
     if layers is None or not (unknown := [name for name in names if name not in layers]):
         return MappedKey({"tune.targets": names})
     is_one = len(unknown) == 1
     return UnsupportedKey(
-        f"{theirs.get(model_key)} has no {'layer' if is_one else 'layers'} {', '.join(unknown)}; "
+        f"{config.get(model_key)} has no {'layer' if is_one else 'layers'} {', '.join(unknown)}; "
         f"set tune.targets to some of {', '.join(sorted(layers))}, or leave it out for all linear "
         "layers",
         to_do=True,

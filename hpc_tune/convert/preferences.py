@@ -34,11 +34,11 @@ OTHER_REFERENCE = "the model as it was at the start is the reference, no other: 
 REWARD_ONLY_KEY = IgnoredKey("only training on rewards or another loss uses it")
 
 
-def map_objective(theirs: ForeignConfig) -> MappedKey:
+def map_objective(config: ForeignConfig) -> MappedKey:
     """Return the setting of the objective."""
     remark = "KL is taken over the whole step; there over a micro-batch of a rank"
     return MappedKey(
-        {"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else ""
+        {"tune.objective": config.objective}, remark if config.objective == "kto" else ""
     )
 
 
@@ -89,9 +89,9 @@ def _convert_smoothing(value: Any, config: ForeignConfig) -> Outcome:
 SMOOTHING_RULE = ignore_if_off(_convert_smoothing)  # another method than tune.label_smoothing
 
 
-def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> MappedKey:
+def convert_seq_len(length: int, config: ForeignConfig, remark: str = "") -> MappedKey:
     """Return data.seq_len, twice ``length`` for pairs; ``remark`` is for rows of answers."""
-    match make_tune_config(theirs).form:
+    match make_tune_config(config).form:
         case "pairs":
             reason = "both answers of a pair are in one row, each after its prompt; a prompt that "
             reason += "does not fit is cut from the left, and no answer is cut"
@@ -156,12 +156,12 @@ def preference_loss_refusal(key: str) -> Refusal:
     return Refusal(key, lambda value, config: config.objective is None, *OTHER_LOSS)
 
 
-def is_on(value: Any, theirs: ForeignConfig) -> bool:
+def is_on(value: Any, config: ForeignConfig) -> bool:
     """Return whether a value switches something on."""
     return value not in OFF_VALUES
 
 
-def accept_any(value: Any, theirs: ForeignConfig) -> bool:
+def accept_any(value: Any, config: ForeignConfig) -> bool:
     """Return True for every value."""
     return True
 

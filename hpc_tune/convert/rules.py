@@ -142,22 +142,22 @@ class Refusal:
     description: str
     advice: str
 
-    def message(self, theirs: ForeignConfig) -> str | None:
+    def message(self, config: ForeignConfig) -> str | None:
         """Return the message that refuses the config; None if the config does not ask for it."""
         refused_keys = [
             key
-            for key, value in theirs.values.items()
-            if _drop_list_numbers(key) in self.keys.split() and self.is_asked_for(value, theirs)
+            for key, value in config.values.items()
+            if _drop_list_numbers(key) in self.keys.split() and self.is_asked_for(value, config)
         ]
         if not refused_keys:
             return None
         settings = ", ".join(
-            f"{key} = {format_their_value(theirs.get(key))}" for key in refused_keys[:3]
+            f"{key} = {format_their_value(config.get(key))}" for key in refused_keys[:3]
         )
         return (
             f"{settings} in their config: {self.description}, but hpc_tune only has supervised "
             "fine-tuning and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is "
-            f"converted. {self.advice.format(tool=theirs.tool.name)}"
+            f"converted. {self.advice.format(tool=config.tool.name)}"
         )
 
 
@@ -200,7 +200,7 @@ class Tool:
     refusals: tuple[Refusal, ...]
     list_keys: tuple[str, ...] = ()
 
-    def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
+    def outcome(self, key: str, config: ForeignConfig) -> Outcome | None:
         """Return the outcome for a key; None if the key is unknown."""
         name = _drop_list_numbers(key)
         parts = name.split(".")
@@ -208,17 +208,17 @@ class Tool:
         rule = next(
             (self.rules[pattern] for pattern in (name, *wildcards) if pattern in self.rules), None
         )
-        if key not in theirs.values:
+        if key not in config.values:
             is_part = any(known_key.startswith(f"{name}.") for known_key in self.rules)
             return EMPTY_KEY if rule or is_part else None
-        return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
+        return None if rule is None else apply_rule(rule, config.values[key], config)
 
 
-def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
+def apply_rule(rule: Rule, value: Any, config: ForeignConfig) -> Outcome:
     """Return the outcome of a rule for a value."""
     if isinstance(rule, str):
-        return _copy_value(rule, value, theirs)
-    return rule(value, theirs) if callable(rule) else rule
+        return _copy_value(rule, value, config)
+    return rule(value, config) if callable(rule) else rule
 
 
 def _copy_value(our_key: str, value: Any, config: ForeignConfig) -> Outcome:
@@ -237,14 +237,14 @@ def _copy_value(our_key: str, value: Any, config: ForeignConfig) -> Outcome:
     return MappedKey({our_key: value})
 
 
-def objective_uses_setting(theirs: ForeignConfig, our_key: str) -> bool:
+def objective_uses_setting(config: ForeignConfig, our_key: str) -> bool:
     """Return whether the objective of a config uses a coefficient such as tune.beta."""
-    return our_key.removeprefix("tune.") in make_tune_config(theirs).coefficients
+    return our_key.removeprefix("tune.") in make_tune_config(config).coefficients
 
 
-def make_tune_config(theirs: ForeignConfig) -> TuneConfig:
+def make_tune_config(config: ForeignConfig) -> TuneConfig:
     """Return a tune section with the objective of a config."""
-    return TuneConfig.model_validate({"objective": theirs.objective})
+    return TuneConfig.model_validate({"objective": config.objective})
 
 
 def _drop_list_numbers(key: str) -> str:
@@ -335,7 +335,7 @@ def torch_compile_rule(*context_keys: str) -> Rule:
     return rule
 
 
-def convert_context_parallel(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_context_parallel(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for the number of ranks that share a row."""
     if value in OFF_VALUES or value == 1:
         return OFF_KEY
@@ -349,9 +349,9 @@ def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
     return "full" if is_full else "qlora" if is_4_bit else "dora" if is_dora else "lora"
 
 
-def map_method(value: Any, theirs: ForeignConfig) -> Outcome:
+def map_method(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for a key that decides, possibly with others, which weights are trained."""
-    return MappedKey({"tune.method": theirs.method})
+    return MappedKey({"tune.method": config.method})
 
 
 def _convert_dora(value: Any, config: ForeignConfig) -> Outcome:
@@ -375,7 +375,7 @@ PACKING_RULE = on_off_rule(
 
 
 def map_global_batch(
-    theirs: ForeignConfig, rows: str, accumulation: str, *sharing_keys: str
+    config: ForeignConfig, rows: str, accumulation: str, *sharing_keys: str
 ) -> MappedKey:
     """Return the global batch: rows per rank x accumulation x data-parallel ranks.
 
@@ -386,15 +386,15 @@ def map_global_batch(
         ConfigError: if the ranks are not a multiple of the ranks that share a row, or a value is no
         positive whole number.
     """
-    ranks_per_row = math.prod(theirs.integer(key) for key in sharing_keys if theirs.get(key))
-    if theirs.ranks % ranks_per_row:
+    ranks_per_row = math.prod(config.integer(key) for key in sharing_keys if config.get(key))
+    if config.ranks % ranks_per_row:
         raise ConfigError(
-            f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
+            f"--ranks {config.ranks}: in their config {ranks_per_row} ranks share each row; give a "
             f"multiple of {ranks_per_row}"
         )
-    rows_per_rank = theirs.integer(rows)
-    num_accumulated = theirs.integer(accumulation) if accumulation else 1
-    factors = rows_per_rank, num_accumulated, theirs.ranks // ranks_per_row
+    rows_per_rank = config.integer(rows)
+    num_accumulated = config.integer(accumulation) if accumulation else 1
+    factors = rows_per_rank, num_accumulated, config.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
     return MappedKey({"batch.global_size": math.prod(factors)}, remark)
 
@@ -429,7 +429,7 @@ def explain_hub_data(name: Any, our_key: str) -> UnsupportedKey:
     )
 
 
-def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_model_path(value: Any, config: ForeignConfig) -> Outcome:
     """Rule for a model that is given as a directory or a hub name."""
     if is_local_path(str(value)):
         return MappedKey({"model.path": value}, "a Hugging Face directory")

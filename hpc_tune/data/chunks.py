@@ -206,12 +206,12 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
         yield number, Tokens(tokens, f"{data}, document {number}")
 
 
-def describe_unread_files(found: FoundFiles, tokenizer: str) -> Iterator[str]:
+def describe_unread_files(found_files: FoundFiles, tokenizer: str) -> Iterator[str]:
     """Yield which files are not read and why, and for Megatron data that its tokenizer is unknown;
     ``tokenizer``: the name of the model's tokenizer.
     """
-    yield from describe_skipped_files(found)
-    if any(find_kind(file) == "megatron" for file in found.files):
+    yield from describe_skipped_files(found_files)
+    if any(find_kind(file) == "megatron" for file in found_files.files):
         yield (
             "Megatron's files do not say which tokenizer made their tokens: it is assumed to be "
             f"{tokenizer}; check them with show"

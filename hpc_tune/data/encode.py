@@ -110,14 +110,14 @@ class Encoder:
         (tokens, _) = self.tokenize([rendered_prompt])[0]
         return [int(token) for token in tokens]
 
-    def tokenize(self, rendered: list[RenderedText]) -> list[TokensAndMask]:
+    def tokenize(self, items: list[RenderedText]) -> list[TokensAndMask]:
         """Return tokens and loss mask of each whole text. All texts are chats, or none is."""
         encodings = self._encode_batch(
-            [i.text for i in rendered], self._takes_special_tokens_as_text(rendered[0])
+            [i.text for i in items], self._takes_special_tokens_as_text(items[0])
         )
         return [
             self._add_mask(item, *self._tokenize_chat(item, encoding))
-            for item, encoding in zip(rendered, encodings, strict=True)
+            for item, encoding in zip(items, encodings, strict=True)
         ]
 
     def _encode_token_ids(self, example: Tokens) -> Iterator[Block]:

@@ -221,12 +221,12 @@ class _OpenFile:
         self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
 
-    def read(self, place: int, num_bytes: int) -> bytes:
+    def read(self, offset: int, num_bytes: int) -> bytes:
         """Return bytes; DataError if the file cannot be read any more."""
         try:
-            data = os.pread(self._handle, num_bytes, place)
+            data = os.pread(self._handle, num_bytes, offset)
             while len(data) < num_bytes:  # the kernel returns 2 GiB at most
-                piece = os.pread(self._handle, num_bytes - len(data), place + len(data))
+                piece = os.pread(self._handle, num_bytes - len(data), offset + len(data))
                 if not piece:
                     break
                 data += piece
@@ -235,7 +235,7 @@ class _OpenFile:
         if len(data) < num_bytes:
             raise DataError(
                 f"{self._path} was cut off while it was in use: it ends before byte "
-                f"{place + num_bytes:,}. Copy it again, or {PREPARE_AGAIN_ADVICE}"
+                f"{offset + num_bytes:,}. Copy it again, or {PREPARE_AGAIN_ADVICE}"
             )
         return data
 

@@ -342,13 +342,13 @@ def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, in
 class SourceProgress:
     """How much of a source a run has used at some row of its stream.
 
-    ``asked``: its weight or epochs, or "no longer used". ``learned_tokens``: estimated as ``rows``
-    times its mean row. ``share``: of all sources' learned tokens. ``rows_per_pass`` and
+    ``amount_text``: its weight or epochs, or "no longer used". ``learned_tokens``: estimated as
+    ``rows`` times its mean row. ``share``: of all sources' learned tokens. ``rows_per_pass`` and
     ``learned_per_pass``: rows and learned tokens of one of its ``passes``.
     """
 
     name: str
-    asked: str
+    amount_text: str
     rows: int
     learned_tokens: int
     share: float
@@ -359,7 +359,7 @@ class SourceProgress:
     def __str__(self) -> str:
         """Return one line for a person."""
         return (
-            f"{self.name}, {self.asked}: {self.rows:,} rows, {self.passes:.2f} passes, "
+            f"{self.name}, {self.amount_text}: {self.rows:,} rows, {self.passes:.2f} passes, "
             f"{format_count(self.learned_tokens)} learned tokens, {self.share:.2%} of all"
         )
 
@@ -429,17 +429,17 @@ class Interleaving:
             heapq.heappush(heap, (pair.rate, next(numbers), pair))
         self._root, self._num_sources = heap[0][2], len(rates)
 
-    def source_and_row_at(self, place: int) -> tuple[int, int]:
+    def source_and_row_at(self, position: int) -> tuple[int, int]:
         """Return the source at a place, and how many of its rows come before."""
         node = self._root
         while node.halves is not None:
             first_half, second_half = node.halves
-            num_before = node.count_first_half(place)
-            is_in_first = node.count_first_half(place + 1) > num_before
-            node, place = (
-                (first_half, num_before) if is_in_first else (second_half, place - num_before)
+            num_before = node.count_first_half(position)
+            is_in_first = node.count_first_half(position + 1) > num_before
+            node, position = (
+                (first_half, num_before) if is_in_first else (second_half, position - num_before)
             )
-        return node.source, place
+        return node.source, position
 
     def counts(self, num_rows: int) -> list[int]:
         """Return how many of the first ``num_rows`` are of each source."""

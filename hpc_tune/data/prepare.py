@@ -155,7 +155,7 @@ def plan_preparation(
 
 
 def tokenize_chunks(
-    work: PreparePlan,
+    plan: PreparePlan,
     tokenizer: FastTokenizer,
     ranks: PreparingRanks = SINGLE_RANK,
     report: ReportProgress | None = None,
@@ -167,21 +167,21 @@ def tokenize_chunks(
     Raises:
         DataError: for raw data that cannot be used, saying where it is.
     """
-    work.parts.mkdir(parents=True, exist_ok=True)
-    numbers = range(ranks.rank, len(work.chunks), ranks.size)
-    settings = work.settings
+    plan.parts.mkdir(parents=True, exist_ok=True)
+    numbers = range(ranks.rank, len(plan.chunks), ranks.size)
+    settings = plan.settings
     with _limit_tokenizer_threads(ranks.threads):
         for num_done, number in enumerate(numbers, 1):
-            if not zipfile.is_zipfile(work.part_file(number)):
+            if not zipfile.is_zipfile(plan.part_file(number)):
                 encoder = make_encoder(
                     settings.reading.form, tokenizer, settings.seq_len, settings.loss_on
                 )
-                _write_part(work, number, encoder)
+                _write_part(plan, number, encoder)
             if report is not None:
                 report(num_done, len(numbers))
 
 
-def join_parts(work: PreparePlan) -> Counters:
+def join_parts(plan: PreparePlan) -> Counters:
     """Join all parts into ``work.out`` and remove them; for one rank, after all have tokenized.
 
     Raises:
@@ -189,18 +189,18 @@ def join_parts(work: PreparePlan) -> Counters:
     """
     counters, findings, histogram = Counters(), ReadFindings(), collections.Counter[int]()
     num_tokens = 0
-    for number in range(len(work.chunks)):
-        with _open_part(work, number) as part:
+    for number in range(len(plan.chunks)):
+        with _open_part(plan, number) as part:
             facts = json.loads(part[_FACTS_FILE])
         counters.add(Counters(**facts["counters"]))
         findings.add(ReadFindings(**facts["findings"]))
         histogram.update(dict(facts["sizes"]))
         num_tokens += facts["tokens"]
-    _check_counters(work, counters, findings)
-    attributes = replace(work.attributes, counters=counters)
-    write_store(work.out, _read_blocks(work), histogram, attributes, num_tokens)
-    shutil.rmtree(work.parts, ignore_errors=True)
-    _remove_stale_parts(work.out)
+    _check_counters(plan, counters, findings)
+    attributes = replace(plan.attributes, counters=counters)
+    write_store(plan.out, _read_blocks(plan), histogram, attributes, num_tokens)
+    shutil.rmtree(plan.parts, ignore_errors=True)
+    _remove_stale_parts(plan.out)
     return counters
 
 

@@ -190,7 +190,9 @@ def _rename_fields(
         }
         names = {old: known_renames.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in known_renames.items() if old in kept_fields}
-    form = next((form for form in FORMS if renamed_row.get(form.needs[0]) is not None), None)
+    form = next(
+        (form for form in FORMS if renamed_row.get(form.required_fields[0]) is not None), None
+    )
     form_fields = {*form.own_fields, *form.shared_fields} if form else set()
     form_fields.discard("response")  # it is read only under another name
     if reading.form != "answers":
@@ -223,7 +225,11 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     answers = [name for name in _ANSWER_FIELDS if name in field_names]
     if not questions or not answers:
         return {}
-    pairs = {form.needs[0]: form.needs[1] for form in FORMS if len(form.needs) > 1}
+    pairs = {
+        form.required_fields[0]: form.required_fields[1]
+        for form in FORMS
+        if len(form.required_fields) > 1
+    }
     names: dict[str, str] = {}
     question = next((q for q, a in pairs.items() if q in field_names and a in field_names), None)
     if question is None:

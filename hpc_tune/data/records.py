@@ -118,8 +118,8 @@ def to_example(record: Any) -> Example:
         for name, value in record.items()
         if value is not None and (name, value) not in _BLANK_FIELDS
     }
-    if forms := [form for form in FORMS if form.needs[0] in fields]:
-        form = next((form for form in forms if fields[form.needs[0]] != []), forms[0])
+    if forms := [form for form in FORMS if form.required_fields[0] in fields]:
+        form = next((form for form in forms if fields[form.required_fields[0]] != []), forms[0])
         return _apply_loss_marks(form.read(record), record)
     raise WrongRecord(
         f"found {format_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS_TEXT}"
@@ -468,11 +468,11 @@ def _required_string(record: dict[str, Any], field: str) -> str:
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A form of rows: the fields that it ``needs``, of which the first identifies it; its
+    """A form of rows: the fields that it ``required_fields``, of which the first identifies it; its
     ``optional_fields``; the ``shared_fields`` that other forms have too; its reader and its name.
     """
 
-    needs: tuple[str, ...]
+    required_fields: tuple[str, ...]
     optional_fields: tuple[str, ...]
     shared_fields: tuple[str, ...]
     read: Callable[[dict[str, Any]], Example]
@@ -481,7 +481,7 @@ class RecordForm:
     @property
     def own_fields(self) -> tuple[str, ...]:
         """The fields that say that a row is of this form."""
-        return self.needs + self.optional_fields
+        return self.required_fields + self.optional_fields
 
 
 _SHARED_FIELDS = ("system", "tools", "functions", *MARK_FIELDS)
@@ -502,7 +502,7 @@ FORMS = (
     RecordForm(("prompt", "completion"), ("response",), _SHARED_FIELDS, _read_completion),
     RecordForm(("text",), (), MARK_FIELDS, lambda row: Text(_required_string(row, "text"))),
 )
-_NAMES = (f"{' and '.join(f.needs)}{f' ({f.name})' if f.name else ''}" for f in FORMS)
+_NAMES = (f"{' and '.join(f.required_fields)}{f' ({f.name})' if f.name else ''}" for f in FORMS)
 EXPECTED_FIELDS_TEXT = (
     f"expected one of: {', '.join(_NAMES)}; data.columns={{NAME: prompt, OTHER: completion}} names"
     " fields that are called something else"

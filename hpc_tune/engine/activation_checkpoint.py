@@ -335,19 +335,19 @@ class OffloadedInputs:
             return packed  # type: ignore[no-any-return]
         self._release_copied_input()
         self._begin_copy_back(packed)
-        previous_input = packed.before() if packed.before is not None else None
+        previous_input = packed.previous() if packed.previous is not None else None
         if previous_input is not None:
             self._begin_copy_back(previous_input)
-        assert packed.returning is not None, "its copy back has begun"
-        (x, end_event), packed.returning = packed.returning, None
+        assert packed.device_copy is not None, "its copy back has begun"
+        (x, end_event), packed.device_copy = packed.device_copy, None
         if end_event is not None:
             torch.cuda.current_stream(self._device).wait_event(end_event)
         return x
 
     def _begin_copy_back(self, offloaded: "_OffloadedTensor") -> None:
-        if offloaded.returning is None:
+        if offloaded.device_copy is None:
             x = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=self._device)
-            offloaded.returning = x, self._copy(*offloaded.pair_with_blocks(x))
+            offloaded.device_copy = x, self._copy(*offloaded.pair_with_blocks(x))
 
     def _release_copied_input(self) -> None:
         """Make the compute stream wait for the copy under way, and release the copy's source."""
@@ -382,18 +382,18 @@ class OffloadedInputs:
 class _OffloadedTensor:
     """An input that was moved to ``blocks``, and the one that was moved before it.
 
-    ``returning``: its tensor on the device, once copied back, and the event of the copy's end.
+    ``device_copy``: its tensor on the device, once copied back, and the event of the copy's end.
     """
 
     def __init__(
         self,
         x: torch.Tensor,
         blocks: Sequence[torch.Tensor | None],
-        before: "weakref.ref[_OffloadedTensor] | None",
+        previous: "weakref.ref[_OffloadedTensor] | None",
     ) -> None:
         self.shape, self.dtype, self.blocks = x.shape, x.dtype, blocks
-        self.before = before
-        self.returning: tuple[torch.Tensor, Any] | None = None
+        self.previous = previous
+        self.device_copy: tuple[torch.Tensor, Any] | None = None
 
     def pair_with_blocks(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the bytes of contiguous ``x`` and their places in the blocks; nothing in a trace.

@@ -249,12 +249,12 @@ def _take_step(
     )
 
 
-def moment_regions(name: str, moment: QuantizedMoment, where: LocalRegion) -> Iterator[Region]:
-    """Yield the fp32 regions, some rows each, of the part of a moment that ``where`` describes."""
-    for number, (box, blocks) in enumerate(_cut_rows(moment, where.box)):
+def moment_regions(name: str, moment: QuantizedMoment, region: LocalRegion) -> Iterator[Region]:
+    """Yield the fp32 regions, some rows each, of the part of a moment that ``region`` describes."""
+    for number, (box, blocks) in enumerate(_cut_rows(moment, region.box)):
         values = functools.partial(_values_in_shape, blocks, box.shape)
         stored_name = f"{name}:{number}"
-        yield Region(name, torch.float32, box, where.full_shape, values, stored_name)
+        yield Region(name, torch.float32, box, region.full_shape, values, stored_name)
 
 
 def _values_in_shape(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.Tensor:
@@ -263,17 +263,17 @@ def _values_in_shape(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.T
 
 def fill_moment(
     moment: QuantizedMoment,
-    where: LocalRegion,
+    region: LocalRegion,
     index: TensorIndex,
     name: str,
     reserve: ReserveFunction = reserve_nothing,
 ) -> None:
-    """Read the part of a moment that ``where`` describes.
+    """Read the part of a moment that ``region`` describes.
 
     Raises:
         CheckpointError: if the tensor on disk is too small for that part or cannot be read.
     """
-    for box, blocks in _cut_rows(moment, where.box):
+    for box, blocks in _cut_rows(moment, region.box):
         values = torch.empty(box.shape, device=moment.codes.device)
         index.fill(values, name, box.offset, reserve)
         blocks.quantize_exactly(values.view(-1, VALUES_PER_8BIT_BLOCK))

@@ -81,8 +81,8 @@ class CountedCollectives:
         self,
         out: torch.Tensor,
         x: torch.Tensor,
-        receive: list[int] | None,
-        send: list[int] | None,
+        num_received: list[int] | None,
+        num_sent: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
         """Send ``send[r]`` rows of ``x`` to rank r of the group, fill ``out`` with ``receive[r]``.
@@ -90,10 +90,10 @@ class CountedCollectives:
         None: the same number of rows to and from each rank.
         """
         rank = group.rank()
-        num_kept = x.shape[0] // group.size() if send is None else send[rank]
+        num_kept = x.shape[0] // group.size() if num_sent is None else num_sent[rank]
         row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
         with self.counted("all_to_all", (x.shape[0] - num_kept) * row_bytes):
-            dist.all_to_all_single(out, x, receive, send, group=group)
+            dist.all_to_all_single(out, x, num_received, num_sent, group=group)
 
     def begin_send(
         self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
@@ -183,11 +183,11 @@ class CountedCollectives:
 class _FsdpCollective:
     def __init__(self, collectives: CountedCollectives) -> None:
         self._collectives = collectives
-        self._done: Any = None
+        self._end_event: Any = None
 
     def pop_end_event(self) -> Any:
         """Return the GPU's event of the end of the last message, only once; else None."""
-        end_event, self._done = self._done, None
+        end_event, self._end_event = self._end_event, None
         return end_event
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -210,7 +210,7 @@ class FsdpAllGather(_FsdpCollective):
             work = self._collectives.all_gather_uncounted(
                 output_tensor, input_tensor, group, async_op
             )
-        self._done = self._collectives.record_end_event()
+        self._end_event = self._collectives.record_end_event()
         return work
 
 
@@ -232,7 +232,7 @@ class FsdpReduceScatter(_FsdpCollective):
         num_bytes = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.counting_overlapped("reduce_scatter", num_bytes):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
-        self._done = self._collectives.record_end_event()
+        self._end_event = self._collectives.record_end_event()
         return work
 
 

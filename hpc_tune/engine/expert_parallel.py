@@ -34,8 +34,8 @@ from hpc_tune.model.micro_batch import batch_context
 from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
 
-def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
-    """Keep only the experts of rank ``rank`` of ``ranks`` in each stack, and in its adapters.
+def distribute_experts(built: BuiltModel, rank: int, num_ranks: int) -> BuiltModel:
+    """Keep only the experts of rank ``rank`` of ``num_ranks`` in each stack, and in its adapters.
 
     Raises:
         ConfigError: if there are no experts, they cannot be spread, or tokens cannot be sent there.
@@ -44,20 +44,22 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
     for path, layer in find_expert_stack_modules(built.module):
         for stack in find_expert_stacks(layer):
             num_experts = stack.parameter.shape[0]
-            if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
+            if num_experts % num_ranks or not hasattr(stack.owner, "has_gate"):
                 reason = (
-                    f"{num_experts} experts cannot be distributed over {ranks} ranks"
-                    if num_experts % ranks
+                    f"{num_experts} experts cannot be distributed over {num_ranks} ranks"
+                    if num_experts % num_ranks
                     else f"{type(stack.owner).__name__} does not tell which tokens it takes"
                 )
-                raise ConfigError(f"parallel.expert={ranks}: {path}: {reason}; use parallel.shard")
-            _shard_stack(stack, rank, ranks, slices)
+                raise ConfigError(
+                    f"parallel.expert={num_ranks}: {path}: {reason}; use parallel.shard"
+                )
+            _shard_stack(stack, rank, num_ranks, slices)
         while hasattr(layer, "base_layer"):
-            layer.num_experts //= ranks
+            layer.num_experts //= num_ranks
             layer = layer.base_layer
     if not slices and built.module.is_first_stage and built.module.is_last_stage:
         raise ConfigError(
-            f"parallel.expert={ranks}: a {built.config.model_type} model has no experts; "
+            f"parallel.expert={num_ranks}: a {built.config.model_type} model has no experts; "
             "leave it out"
         )
     named_params = built.module.named_parameters()

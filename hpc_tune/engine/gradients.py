@@ -27,7 +27,7 @@ class TrainedWeight:
     """One trained parameter of this rank.
 
     ``partial``: its gradient is still to be summed over the tensor axis. ``num_copies``: how many
-    ranks hold the same values. ``tied``: it is the last stage's copy of the embedding, which the
+    ranks hold the same values. ``is_tied``: it is the last stage's copy of the embedding, which the
     first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints.
     ``is_expert_parallel``: it belongs to experts that are spread over ranks of the shard axis.
     """
@@ -35,9 +35,9 @@ class TrainedWeight:
     name: str
     stage: BuiltModel
     parameter: nn.Parameter
-    partial: bool
+    is_partial: bool
     num_copies: int
-    tied: bool
+    is_tied: bool
     writes_checkpoint: bool
     is_expert_parallel: bool = False
 
@@ -96,7 +96,7 @@ class Bucket:
     grads: torch.Tensor
     group: dist.ProcessGroup | None
     num_copies: int
-    tied: bool
+    is_tied: bool
     parameters: Sequence[nn.Parameter]
 
 
@@ -162,7 +162,7 @@ def make_buckets(
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained_weights:
         if not weight.is_sharded:
-            key = weight.partial, weight.num_copies, weight.tied, weight.is_expert_parallel
+            key = weight.is_partial, weight.num_copies, weight.is_tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
     for (partial, num_copies, is_tied, is_distributed), parameters in groups.items():
@@ -181,7 +181,7 @@ def make_buckets(
 
 def sum_squares(
     buckets: Sequence[Bucket],
-    sharded: Sequence[TrainedWeight],
+    sharded_weights: Sequence[TrainedWeight],
     device: torch.device,
     is_distributed: bool,
 ) -> torch.Tensor:
@@ -190,11 +190,13 @@ def sum_squares(
     If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its
     number of copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
-    grad_pairs = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.tied]
+    grad_pairs = [
+        (b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.is_tied
+    ]
     grad_pairs += [
         (weight.local_grad, weight.num_copies)
-        for weight in sharded
-        if weight.parameter.grad is not None and not weight.tied
+        for weight in sharded_weights
+        if weight.parameter.grad is not None and not weight.is_tied
     ]
     on_host = torch.zeros((), dtype=torch.float64)
     on_device: dict[int, list[torch.Tensor]] = {}

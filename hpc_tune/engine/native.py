@@ -262,7 +262,7 @@ class NativeEngine:
         regions: list[Region] = []
         for weight in (t for t in self._trained if t.writes_checkpoint):
             for name, number, region in self._saved_regions(weight):
-                if (local := region.local).numel():
+                if (local := region.values).numel():
                     region_args = name, local.dtype, region.box, region.full_shape
                     key = f"{name}#{number}" if number else ""
                     regions.append(Region(*region_args, local.contiguous, key))
@@ -286,8 +286,8 @@ class NativeEngine:
         for weight in self._trained:
             for name, _, region in self._saved_regions(weight):
                 index.require([name])
-                if region.local.numel():
-                    index.fill(region.local, name, region.offset, self._settings.reserve)
+                if region.values.numel():
+                    index.fill(region.values, name, region.offset, self._settings.reserve)
             for name, moment, moment_region in self._quantized_moments(weight):
                 index.require([name])
                 fill_moment(moment, moment_region, index, name, self._settings.reserve)
@@ -388,7 +388,7 @@ class NativeEngine:
             if bucket.group is not None and not self._overlapped:
                 self._collectives.all_reduce(bucket.grads, bucket.group)
         for weight in self._sharded:
-            if weight.partial:
+            if weight.is_partial:
                 self._collectives.all_reduce(weight.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
             tied_weight = next(t for t in self._trained if t.saved_name == t.stage.tied_name)

@@ -191,13 +191,18 @@ def host_level(
     used_bytes: int,
     limit: int,
     growth: float = 0.0,
-    shares: FillLimits = HOST_LIMITS,
+    fill_limits: FillLimits = HOST_LIMITS,
 ) -> Level:
     """Return the level for a step's peak, given the level before and the growth per step."""
     share = used_bytes / limit
-    level = max(lev for lev, threshold in shares.level_thresholds.items() if share >= threshold)
-    old_level = min(previous_level, max(shares.level_thresholds))
-    if old_level > level and share >= shares.level_thresholds[old_level] - shares.level_hysteresis:
+    level = max(
+        lev for lev, threshold in fill_limits.level_thresholds.items() if share >= threshold
+    )
+    old_level = min(previous_level, max(fill_limits.level_thresholds))
+    if (
+        old_level > level
+        and share >= fill_limits.level_thresholds[old_level] - fill_limits.level_hysteresis
+    ):
         level = old_level
     if growth > 0 and share >= _MIN_FORECAST_SHARE:
         steps_left = (limit - reserved_bytes(limit) - used_bytes) / growth
@@ -220,7 +225,7 @@ def device_level(
         return Level.HIGH
     if any(step_retries):
         return Level.TIGHT
-    return host_level(previous_level, used_bytes, limit, shares=DEVICE_LIMITS)
+    return host_level(previous_level, used_bytes, limit, fill_limits=DEVICE_LIMITS)
 
 
 def decide_action(

@@ -241,7 +241,7 @@ class RouterWatch:
         """Hook the routers of ``stages``, this rank's parts of the model (``LossModel``s)."""
         self.sums = torch.zeros(num_router_sums(self._routers), dtype=torch.float32, device=device)
         for stage in stages if self._routers else ():
-            stage.watch = self
+            stage.router_watch = self
             # By path: once an engine has partitioned parameters, their shapes show no experts.
             modules = dict(stage.named_modules())
             for index, router in enumerate(self._routers):

@@ -76,14 +76,14 @@ class Slice:
 class LocalRegion:
     """This rank's values of a tensor, their offset in it, and the full tensor's shape."""
 
-    local: torch.Tensor
+    values: torch.Tensor
     offset: tuple[int, ...]
     full_shape: tuple[int, ...]
 
     @property
     def box(self) -> Box:
         """The region of the full tensor."""
-        return Box(self.offset, tuple(self.local.shape))
+        return Box(self.offset, tuple(self.values.shape))
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _require_known_conversion(
     index: TensorIndex | ShapeIndex,
 ) -> None:
     """Refuse a model if transformers makes a missing tensor from stored ones in an unknown way."""
-    operations = getattr(index, "unfollowed", {})
+    operations = getattr(index, "unsupported_operations", {})
     bad_name = next(
         (name for name in missing_names if names.whole_model_name(name) in operations), None
     )

@@ -163,7 +163,7 @@ class ShapeIndex:
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
     @property
-    def stored(self) -> list[str]:
+    def stored_names(self) -> list[str]:
         """Names of the tensors."""
         return list(self.shapes)
 

@@ -338,10 +338,14 @@ def make_language_model(
         )
     model = _make_text_model(config, text_config, dtype)
     if index is not None:
-        joined_tensors, unfollowed = find_joined_tensors(
+        joined_tensors, unsupported_operations = find_joined_tensors(
             whole_model or model, index.sources.values()
         )
-        index = replace(index, sources={**index.sources, **joined_tensors}, unfollowed=unfollowed)
+        index = replace(
+            index,
+            sources={**index.sources, **joined_tensors},
+            unsupported_operations=unsupported_operations,
+        )
     names = _find_names(model, whole_model or model, index)
     language = LanguageModel(model, text_config, names, index)
     if index is None or not language.is_tied or not _has_own_head(language, index):
@@ -389,7 +393,7 @@ def _find_names(model: Any, whole_model: Any, index: TensorIndex | None) -> Tens
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         path_pairs.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
     (decoder, head), (whole_decoder, whole_head) = path_pairs
-    renamed_tensors = {} if index is None else find_renamed_tensors(whole_model, index.stored)
+    renamed_tensors = {} if index is None else find_renamed_tensors(whole_model, index.stored_names)
     return TensorNames(
         decoder,
         whole_decoder,
@@ -410,12 +414,14 @@ def summarize_unused_tensors(index: TensorIndex, used_names: Collection[str]) ->
     counts: dict[str, int] = {}
     used_roots = {name.partition(".")[0] for name in used_names}
     block_prefixes = {_prefix_before_index(name) for name in used_names}
-    joined_tensors = [index.joined[name] for name in used_names if name in index.joined]
+    joined_tensors = [
+        index.joined_tensors[name] for name in used_names if name in index.joined_tensors
+    ]
     used_names = {
         *used_names,
-        *(part.stored.name for tensor in joined_tensors for part in tensor.parts),
+        *(part.source.name for tensor in joined_tensors for part in tensor.parts),
     }
-    for name in index.stored:
+    for name in index.stored_names:
         if name not in used_names and not name.endswith(_CONSTANT_SUFFIXES):
             prefix = _prefix_before_index(name)
             first, *rest = prefix.split(".") if prefix else [name]

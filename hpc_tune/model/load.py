@@ -285,7 +285,7 @@ def find_owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, s
 
 
 def load_weights(
-    built: BuiltModel, reserve: ReserveFunction = reserve_nothing, parameters: bool = True
+    built: BuiltModel, reserve: ReserveFunction = reserve_nothing, fills_parameters: bool = True
 ) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with initial values.
 
@@ -306,7 +306,7 @@ def load_weights(
     """
     packed_layers = dict(find_packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
-        if not parameters and isinstance(parameter, nn.Parameter):
+        if not fills_parameters and isinstance(parameter, nn.Parameter):
             continue
         for number, region in enumerate(built.regions(name, parameter)):
             source = built.locate_initial_values(name)
@@ -316,13 +316,16 @@ def load_weights(
             _, stored_name = source
             if name in packed_layers:
                 packed_layers[name].fill(
-                    region.local, region.offset, built.index, stored_name, reserve
+                    region.values, region.offset, built.index, stored_name, reserve
                 )
                 continue
-            if not _map_pages(built.index, stored_name, parameter, region) and region.local.numel():
-                built.index.fill(region.local, stored_name, region.offset, reserve)
+            if (
+                not _map_pages(built.index, stored_name, parameter, region)
+                and region.values.numel()
+            ):
+                built.index.fill(region.values, stored_name, region.offset, reserve)
             if isinstance(parameter, nn.Parameter):  # buffers may be inf, such as Gemma 4's limits
-                values = built.regions(name, parameter)[number].local
+                values = built.regions(name, parameter)[number].values
                 built.index.require_finite(values, stored_name, region.offset)
     _init_buffers(built.module.causal_lm())
     for part in built.module.modules():
@@ -330,7 +333,7 @@ def load_weights(
             part.fill_ids()
     if built.seq_len is not None:
         fix_rotary_frequencies(built.module, built.seq_len)
-    if built.tune.method == "dora" and parameters and built.init_index is None:
+    if built.tune.method == "dora" and fills_parameters and built.init_index is None:
         _init_magnitudes(built.module, sharded=False)
 
 
@@ -343,7 +346,7 @@ def _map_pages(
     pages = index.map_pages(stored_name, parameter.dtype)
     if pages is None or tuple(pages.shape) != region.full_shape:
         return False
-    if region.local.shape != parameter.shape:  # one of several parts
+    if region.values.shape != parameter.shape:  # one of several parts
         return False
     parameter.data = pages[region.box.slices()]
     return True
@@ -360,19 +363,19 @@ def load_trained_parameters(built: BuiltModel, checkpoint: Path) -> None:
     for name, parameter in built.module.named_parameters():
         if saved_name := built.saved_names.get(name):
             for region in built.regions(name, parameter):
-                index.fill(region.local, saved_name, region.offset)
+                index.fill(region.values, saved_name, region.offset)
 
 
 def _init_adapter(
     built: BuiltModel, name: str, region: LocalRegion, reserve: ReserveFunction
 ) -> None:
     if built.init_index is not None:
-        if region.local.numel():
-            built.init_index.fill(region.local, built.saved_names[name], region.offset, reserve)
-            built.init_index.require_finite(region.local, built.saved_names[name], region.offset)
+        if region.values.numel():
+            built.init_index.fill(region.values, built.saved_names[name], region.offset, reserve)
+            built.init_index.require_finite(region.values, built.saved_names[name], region.offset)
         return
     full = make_initial_values(built, name, region.full_shape)
-    region.local.copy_(full[region.box.slices()])
+    region.values.copy_(full[region.box.slices()])
 
 
 def make_initial_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -113,7 +113,7 @@ class LossModel(nn.Module):
         self.token_loss: TokenLoss = plain_losses
         self.logits_kernels = EAGER_KERNELS
         self.objective: Objective = TokenSum()
-        self.watch: RouterWatch | None = None
+        self.router_watch: RouterWatch | None = None
         self.share: SharedRows | None = None
         # A plan sets this to the value for the device that it plans for.
         self.logits_bytes: tuple[int, int] | None = None
@@ -141,9 +141,9 @@ class LossModel(nn.Module):
             self._micro_batch(batch), positions_BT=batch.positions_BT, recompute_cache={}
         )
         count_first_pass: AbstractContextManager[None] = nullcontext()
-        if self.watch is not None and self.training:
+        if self.router_watch is not None and self.training:
             micro_batch = replace(micro_batch, is_real_BT=real_token_mask(batch, self.share))
-            count_first_pass = self.watch.count_first_pass()
+            count_first_pass = self.router_watch.count_first_pass()
         with batch_context.use_batch(micro_batch), count_first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
                 input_ids=batch.tokens_BT if self.is_first_stage else None,

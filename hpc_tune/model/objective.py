@@ -82,8 +82,8 @@ class PreferenceSums:
     answer, or how many labeled answers have a reward on their side of the mean KL divergence. Then
     rewards and log-probabilities of chosen (desirable) and rejected (undesirable) answers, and the
     numbers of answers and tokens that they are sums over. ``log_prob_change``: absolute differences
-    between the answers' log-probabilities and the reference's; ``reference``: the latter's absolute
-    values.
+    between the answers' log-probabilities and the reference's; ``reference_magnitude``: the
+    latter's absolute values.
     """
 
     loss: float
@@ -97,7 +97,7 @@ class PreferenceSums:
     chosen_tokens: float
     rejected_tokens: float
     log_prob_change: float
-    reference: float
+    reference_magnitude: float
 
     def metrics(self, num_pairs: int) -> dict[str, float]:
         """Return the values to report: means over answers, and log-probabilities per token.

@@ -246,7 +246,7 @@ _ROWS_PER_CHUNK = 128  # rows multiplied by their scales at once, in fp32
 class ScaledTensor(TensorSource):
     """A float8 matrix and its fp32 scales, one for each block of ``rows`` x ``columns``."""
 
-    stored: TensorSource
+    source: TensorSource
     scales: torch.Tensor
     rows: int
     columns: int
@@ -255,7 +255,7 @@ class ScaledTensor(TensorSource):
         self, local_tensor: torch.Tensor, offset: tuple[int, ...], reserve: ReserveFunction
     ) -> None:
         """See ``TensorSource``."""
-        self.stored.fill(local_tensor, offset, reserve)
+        self.source.fill(local_tensor, offset, reserve)
         rows = torch.arange(offset[0], offset[0] + local_tensor.shape[0]) // self.rows
         columns = torch.arange(offset[1], offset[1] + local_tensor.shape[1]) // self.columns
         for first in range(0, len(rows), _ROWS_PER_CHUNK):
@@ -337,14 +337,14 @@ class StoredPart:
     the dimension along which the stored tensor is one layer of a stack.
     """
 
-    stored: TensorSource
+    source: TensorSource
     box: Box
     axes: tuple[int | None, ...]
 
     @classmethod
-    def cover_tensor(cls, stored: TensorSource) -> "StoredPart":
+    def cover_tensor(cls, source: TensorSource) -> "StoredPart":
         """Return a part that is a whole stored tensor, unchanged."""
-        return cls(stored, Box.cover_tensor(stored.shape), tuple(range(len(stored.shape))))
+        return cls(source, Box.cover_tensor(source.shape), tuple(range(len(source.shape))))
 
     def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
         """View a region of the joined tensor, within this part, with the stored tensor's axes."""
@@ -354,7 +354,7 @@ class StoredPart:
         axes = [axis for axis in self.axes if axis is not None]
         return local_tensor.permute([axes.index(axis) for axis in range(len(axes))])
 
-    def offset_of(self, box: Box) -> tuple[int, ...]:
+    def stored_offset(self, box: Box) -> tuple[int, ...]:
         """Return the offset in the stored tensor of a box of the joined one within this part."""
         starts = zip(self.axes, box.offset, self.box.offset, strict=True)
         by_axis = {axis: start - first for axis, start, first in starts if axis is not None}
@@ -371,7 +371,7 @@ class JoinedTensor(TensorSource):
     def from_parts(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
         """Join parts; the result has the name, dtype and file of the first part."""
         first, *others = parts
-        source = first.stored
+        source = first.source
         return cls(source.name, shape, source.dtype, source.file, (first, *others))
 
     def fill(
@@ -382,7 +382,7 @@ class JoinedTensor(TensorSource):
         for part in self.parts:
             if (overlap := part.box.overlap(target)) is not None:
                 view = part.view(local_tensor[overlap.slices(offset)])
-                part.stored.fill(view, part.offset_of(overlap), reserve)
+                part.source.fill(view, part.stored_offset(overlap), reserve)
 
 
 def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
@@ -424,7 +424,7 @@ def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def find_joined_tensors(
-    model: Any, stored: Iterable[TensorSource]
+    model: Any, stored_tensors: Iterable[TensorSource]
 ) -> tuple[dict[str, JoinedTensor], dict[str, str]]:
     """Return each tensor that is joined from stored ones, by its name in the whole ``model``.
 
@@ -440,24 +440,24 @@ def find_joined_tensors(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     sources: dict[str, dict[str, list[TensorSource]]] = defaultdict(lambda: defaultdict(list))
     model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for source in sorted(stored, key=_natural_sort_key):
+    for source in sorted(stored_tensors, key=_natural_sort_key):
         if source.name in model_shapes:  # stored in its final form, as some files do
             continue
         name, pattern = rename_source_key(source.name, renamings, converters)
         if pattern is not None:
             sources[name][pattern].append(source)
-    joined_tensors, unfollowed = {}, {}
+    joined_tensors, unsupported_operations = {}, {}
     for name, tensors_by_source in sources.items():
         converter = by_pattern[next(iter(tensors_by_source))]
         operations = {type(operation).__name__ for operation in converter.operations}
         if operations - _OPERATIONS.keys():
-            unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
+            unsupported_operations[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
         _require_all_experts(name, tensors_by_source, model_shapes.get(name, ()))
         joined_tensor = _apply_conversion(converter, tensors_by_source, model_shapes.get(name))
         if joined_tensor is not None:
             joined_tensors[name] = replace(joined_tensor, name=name)
-    return joined_tensors, unfollowed
+    return joined_tensors, unsupported_operations
 
 
 def _natural_sort_key(source: TensorSource) -> list[tuple[int, str]]:
@@ -498,7 +498,7 @@ def _stack_tensors(group: list[JoinedTensor], dim: int) -> JoinedTensor:
         shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
         parts = (
             StoredPart(
-                part.stored,
+                part.source,
                 Box(_replace_item(part.box.offset, dim, 0), _replace_item(part.box.shape, dim, 1)),
                 _replace_item(part.axes, dim, None),
             )
@@ -525,8 +525,8 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     for one in tensors:
         if _drop_item(one.shape, dim) != _drop_item(first.shape, dim):
             raise DataError(
-                f"{one.name} has the shape {list(one.parts[0].stored.shape)}, but {first.name}, "
-                f"which it is stacked with, has {list(first.parts[0].stored.shape)}; a file is "
+                f"{one.name} has the shape {list(one.parts[0].source.shape)}, but {first.name}, "
+                f"which it is stacked with, has {list(first.parts[0].source.shape)}; a file is "
                 "damaged or belongs to another model"
             )
         for part in one.parts:
@@ -551,7 +551,7 @@ def _apply_transpose(operation: Any, groups: _Groups, target: tuple[int, ...] | 
             return source
         parts = (
             StoredPart(
-                p.stored, Box(swap_axes(p.box.offset), swap_axes(p.box.shape)), swap_axes(p.axes)
+                p.source, Box(swap_axes(p.box.offset), swap_axes(p.box.shape)), swap_axes(p.axes)
             )
             for p in source.parts
         )

@@ -87,20 +87,20 @@ class _TiledAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DocumentGroup:
-    """M documents of L tokens; without ``tokens``, each row is one document.
+    """M documents of L tokens; without ``token_indices``, each row is one document.
 
-    ``tokens`` are their places in the flattened rows. ``is_padding`` marks the places in the group
-    (M L) that are padding: copies of a document's last token, which its tokens do not see. Each
-    document has ``num_earlier_keys`` keys before its queries; ``keys`` are the places of all of its
-    keys.
+    ``token_indices``: where they are in the flattened rows. ``is_padding`` marks the positions in
+    the group (M L) that are padding: copies of a document's last token, which its tokens do not
+    see. Each document has ``num_earlier_keys`` keys before its queries; ``key_indices``: where all
+    of its keys are.
     """
 
     num_documents: int
     length: int
-    tokens: torch.Tensor | None = None
+    token_indices: torch.Tensor | None = None
     is_padding: torch.Tensor | None = None
     num_earlier_keys: int = 0
-    keys: torch.Tensor | None = None
+    key_indices: torch.Tensor | None = None
 
     @property
     def num_keys(self) -> int:
@@ -109,11 +109,11 @@ class _DocumentGroup:
 
     def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Rearrange a tensor with a value per query into documents: (M K, L G, D)."""
-        return self._to_documents(tensor_BHTD, self.tokens, self.length, num_groups)
+        return self._to_documents(tensor_BHTD, self.token_indices, self.length, num_groups)
 
     def as_keys(self, tensor_BKTD: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Rearrange keys or values into documents: (M K, num_earlier_keys + L, D)."""
-        return self._to_documents(tensor_BKTD, self.keys, self.num_keys, num_groups)
+        return self._to_documents(tensor_BKTD, self.key_indices, self.num_keys, num_groups)
 
     def _to_documents(
         self, x_BHTD: torch.Tensor, indices: torch.Tensor | None, length: int, num_groups: int
@@ -209,10 +209,12 @@ def _make_tiling(
                 keys, is_key_padding = _pad_indices(key_starts, e + lengths, e + length)
             groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
             key_padding.append(is_key_padding)
-    indices = _find_indices([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
+    indices = _find_indices(
+        [(g.token_indices, g.is_padding) for g in groups], num_rows * num_tokens
+    )
     if not num_earlier_keys:
         return _Tiling(groups, indices, indices, tile)
-    key_groups = zip((g.keys for g in groups), key_padding, strict=True)
+    key_groups = zip((g.key_indices for g in groups), key_padding, strict=True)
     return _Tiling(groups, indices, _find_indices(list(key_groups), keys_start), tile)
 
 

@@ -55,7 +55,9 @@ def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
         return tokenizer
     expected = _EncodedTexts.encode_probes_with_file(file)
     difference = expected.describe_difference(tokenizer.backend_tokenizer)
-    if difference is None and expected.ends == _find_surrounding_ids(tokenizer.backend_tokenizer):
+    if difference is None and expected.surrounding_ids == _find_surrounding_ids(
+        tokenizer.backend_tokenizer
+    ):
         return tokenizer
     if not has_own_class(tokenizer):
         if difference is not None:
@@ -150,12 +152,12 @@ def _compare_auto_tokenizer(directory: Path, tokenizer: Any, texts: list[str]) -
 
 @dataclass(frozen=True)
 class _EncodedTexts:
-    """Texts and a backend's tokens for them; ``ends``: the tokens that it puts around a text."""
+    """Texts and a backend's tokens; ``surrounding_ids``: those that it puts around a text."""
 
     texts: list[str]
     ids: list[list[int]]
-    ends: list[int]
-    names: Callable[[Sequence[int]], str]
+    surrounding_ids: list[int]
+    format_tokens: Callable[[Sequence[int]], str]
 
     @classmethod
     def encode_probes_with_file(cls, file: Path) -> "_EncodedTexts":
@@ -177,11 +179,11 @@ class _EncodedTexts:
         ids = [backend.encode(text, add_special_tokens=False).ids for text in texts]
         tokens = {number: str(backend.id_to_token(number)) for row in ids for number in row}
 
-        def names(row: Sequence[int]) -> str:
+        def format_tokens(row: Sequence[int]) -> str:
             shown_tokens = [tokens[number] for number in row[:_MAX_SHOWN_TOKENS]]
             return f"[{' '.join(shown_tokens)}{' ...' if len(row) > _MAX_SHOWN_TOKENS else ''}]"
 
-        return cls(texts, ids, _find_surrounding_ids(backend), names)
+        return cls(texts, ids, _find_surrounding_ids(backend), format_tokens)
 
     def describe_difference(self, backend: Any) -> str | None:
         """Return where another backend's tokens differ from these, or None if they do not."""
@@ -189,8 +191,8 @@ class _EncodedTexts:
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
             if a != b:
                 start = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
-                actual = f"{text[:60]!r} has {other.names(a[start:])}"
-                return f"{actual} where the file has {self.names(b[start:])}"
+                actual = f"{text[:60]!r} has {other.format_tokens(a[start:])}"
+                return f"{actual} where the file has {self.format_tokens(b[start:])}"
         return None
 
 

@@ -136,18 +136,18 @@ _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionEr
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """The tensors of some files by name, and those ``joined`` from several of them.
+    """The tensors of some files by name, and those joined from several of them.
 
-    ``ignored_weights``: other weights in the directory. ``unfollowed``: tensors of the model that
-    transformers would make by operations not supported here, with the operations' names. Problems
-    are raised as ``error``.
+    ``ignored_weights``: other weights in the directory. ``unsupported_operations``: tensors of the
+    model that transformers would make by operations not supported here, with the operations' names.
+    Problems are raised as ``error``.
     """
 
     sources: Mapping[str, TensorSource]
     files: Sequence[Path]
     error: type[HpcTuneError] = DataError
     ignored_weights: tuple[str, ...] = ()
-    unfollowed: Mapping[str, str] = field(default_factory=dict)
+    unsupported_operations: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -160,12 +160,12 @@ class TensorIndex:
         return {name: source.dtype for name, source in self.sources.items()}
 
     @property
-    def stored(self) -> list[str]:
+    def stored_names(self) -> list[str]:
         """Names of the tensors as stored in the files, without the joined ones."""
-        return [name for name in self.sources if name not in self.joined]
+        return [name for name in self.sources if name not in self.joined_tensors]
 
     @functools.cached_property
-    def joined(self) -> Mapping[str, JoinedTensor]:
+    def joined_tensors(self) -> Mapping[str, JoinedTensor]:
         """The tensors that are assembled from several stored ones."""
         return {
             name: source
@@ -187,7 +187,7 @@ class TensorIndex:
             self, sources={name: replace(tensor, name=name) for name, tensor in sources.items()}
         )
 
-    def bytes_of(self, name: str) -> int:
+    def tensor_bytes(self, name: str) -> int:
         """Return the size of a whole tensor in bytes."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
@@ -544,7 +544,7 @@ _SAMPLE_SIZE = 64  # per tensor: versions that were trained further differ in ne
 
 def hash_architecture(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over the names and shapes of a model's tensors and over its config.json."""
-    shapes = sorted((name, list(index.shapes[name])) for name in index.stored)
+    shapes = sorted((name, list(index.shapes[name])) for name in index.stored_names)
     config = read_config_json(directory)
     fields = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
     return hashlib.sha256(json.dumps([shapes, fields], sort_keys=True).encode()).hexdigest()
@@ -558,7 +558,7 @@ def fingerprint_weights(index: TensorIndex) -> str:
     Raises:
         DataError: if the values cannot be read.
     """
-    names = sorted(index.stored, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
+    names = sorted(index.stored_names, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
     names_by_file = sorted(names, key=lambda name: str(index.sources[name].file))
     hashes = {name: _hash_middle(index, name) for name in names_by_file}
     digest = hashlib.sha256()

@@ -380,25 +380,25 @@ def limit_tokens_by_host(
 
 
 def tokens_that_fit(
-    left_bytes_at: Callable[[int, int, int], int], left_bytes: int, rows: int, seq_len: int
+    free_bytes_at: Callable[[int, int, int], int], free_bytes: int, rows: int, seq_len: int
 ) -> int:
     """Return about how many tokens a micro-batch may have.
 
-    ``left_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
+    ``free_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
     ``left_bytes_at(rows, length, of_step)`` traces another micro-batch, while rows of ``of_step``
     tokens wait in the loader. Masks grow with the square of the length, so one more row takes at
     most twice what the second half of a row takes.
     """
-    if left_bytes >= 0:
+    if free_bytes >= 0:
         half_len = max(1, seq_len // 2)
-        second_half_bytes = left_bytes_at(rows, half_len, seq_len) - left_bytes
+        second_half_bytes = free_bytes_at(rows, half_len, seq_len) - free_bytes
         per_token = second_half_bytes / max(1, rows * (seq_len - half_len))
-        return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    left_at_one_row = left_bytes_at(1, seq_len, seq_len) if rows > 1 else left_bytes
+        return rows * seq_len + int(free_bytes / per_token if per_token > 0 else 0)
+    left_at_one_row = free_bytes_at(1, seq_len, seq_len) if rows > 1 else free_bytes
     if left_at_one_row >= 0:
-        return seq_len * (1 + left_at_one_row * (rows - 1) // (left_at_one_row - left_bytes))
+        return seq_len * (1 + left_at_one_row * (rows - 1) // (left_at_one_row - free_bytes))
     return _find_longest_row_len(
-        lambda length: left_bytes_at(1, length, length), {seq_len: left_at_one_row}
+        lambda length: free_bytes_at(1, length, length), {seq_len: left_at_one_row}
     )
 
 

@@ -347,7 +347,7 @@ def make_plan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
         _layout_text(resolved),
-        resolved.why,
+        resolved.reason,
         micro_rows,
         seq_len,
         machine,
@@ -504,9 +504,9 @@ def _inspect_stored_weights(
     num_frozen = max(1, sum(p.numel() for p in frozen_params))
     if any(directory.glob("*.safetensors")):
         index = index_model_directory(directory)
-        shapes = {tuple(index.shapes[name]) for name in index.stored}
+        shapes = {tuple(index.shapes[name]) for name in index.stored_names}
         num_alike = sum(p.numel() for p in frozen_params if tuple(p.shape) in shapes)
-        largest = max(map(index.bytes_of, index.stored))
+        largest = max(map(index.tensor_bytes, index.stored_names))
         return set(index.dtypes.values()), largest, num_alike / num_frozen
     dtype = getattr(built_model.config, "dtype", None)
     stored_dtype = dtype if isinstance(dtype, torch.dtype) else built_model.dtype

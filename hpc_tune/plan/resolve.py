@@ -59,7 +59,7 @@ class ResolvedLayout:
     """
 
     layout: Layout
-    why: str
+    reason: str
     coordinates: MeshCoordinates
     parallel: ParallelConfig
     machine: Machine

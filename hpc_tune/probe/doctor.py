@@ -217,11 +217,11 @@ def run_doctor(
     config: RunConfig,
     prints_json: bool,
     links_s: float | None = None,
-    products_s: float | None = None,
+    matmuls_s: float | None = None,
 ) -> int:
     """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 
-    ``links_s`` bounds the time to measure pairs of ranks; ``products_s`` is the time for which all
+    ``links_s`` bounds the time to measure pairs of ranks; ``matmuls_s`` is the time for which all
     ranks multiply matrices.
 
     Raises:
@@ -240,7 +240,7 @@ def run_doctor(
         if links_s is None:
             links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
         links = measure_links(comm, links_s)
-        matmuls = measure_matmuls(comm, products_s)
+        matmuls = measure_matmuls(comm, matmuls_s)
         # After the first communicator: NCCL loads its plugin, if any, when it creates one.
         facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
         ranks = comm.gather(replace(facts, products=matmuls))

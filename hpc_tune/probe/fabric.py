@@ -167,7 +167,7 @@ class NcclLibrary:
 
 
 def read_nccl(
-    built: str,
+    built_version: str,
     is_rocm: bool,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
@@ -175,8 +175,8 @@ def read_nccl(
 ) -> NcclLibrary:
     """Return the NCCL or RCCL that is loaded now; it loads its plugin with its first communicator.
 
-    ``built``: the version that torch was compiled with; ``root``: the root of the file system to
-    read; ``version_reader``: returns the version of a library, by default the one it reports.
+    ``built_version``: the version that torch was compiled with; ``root``: the root of the file
+    system to read; ``version_reader``: returns a library's version, by default the one it reports.
     """
     loaded_files = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
     libraries = tuple(
@@ -185,8 +185,9 @@ def read_nccl(
     paths = [*loaded_files, *_findable_libraries(environ, root)]
     return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",
-        version=((version_reader or read_nccl_version)(libraries[0]) if libraries else "") or built,
-        built=built,
+        version=((version_reader or read_nccl_version)(libraries[0]) if libraries else "")
+        or built_version,
+        built=built_version,
         libraries=libraries,
         plugin=_first_match(_NCCL_PLUGIN_NAME, loaded_files),
         plugin_file=_first_match(_plugin_pattern(environ.get("NCCL_NET_PLUGIN", "")), paths),

@@ -34,7 +34,7 @@ class AmdGpu:
     node: int
     gfx: str
     uuid: str
-    place: str
+    pci_address: str
     linked_nodes: tuple[int, ...]
 
 
@@ -57,7 +57,9 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
                 node=int(node.name),
                 gfx=_gfx_name(int(facts.get("gfx_target_version", 0))),
                 uuid=f"{int(facts.get('unique_id', 0)):x}",
-                place=_pci_address(int(facts.get("domain", 0)), int(facts.get("location_id", 0))),
+                pci_address=_pci_address(
+                    int(facts.get("domain", 0)), int(facts.get("location_id", 0))
+                ),
                 linked_nodes=tuple(sorted(linked_nodes)),
             )
         )
@@ -186,8 +188,8 @@ def _amd_topology(folder: Path) -> Topology | None:
         NodeGpu(
             uuid=gpu.uuid,
             name=gpu.gfx,
-            place=gpu.place,
-            numa=read_numa_node(folder / "bus" / "pci" / "devices" / gpu.place),
+            place=gpu.pci_address,
+            numa=read_numa_node(folder / "bus" / "pci" / "devices" / gpu.pci_address),
             nvlinks=len(gpu.linked_nodes),
             link="XGMI link",
         )

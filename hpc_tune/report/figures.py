@@ -270,11 +270,11 @@ def curve_points(
     x: str,
     y: str,
     scale: Callable[[float], float] = float,
-    most: int = MAX_CURVE_POINTS,
+    max_points: int = MAX_CURVE_POINTS,
 ) -> Points:
     """Return x and y of the rows that have y; if there are many, as means over neighbors."""
     points = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
-    width = max(1, -(-len(points) // most))
+    width = max(1, -(-len(points) // max_points))
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return (
         [sum(a for a, _ in group) / len(group) for group in groups],
@@ -400,7 +400,7 @@ def _draw_losses(axes: Axes, run: Run, unit_s: float) -> None:
     losses: list[float] = []
     for rows in by_start.values():
         points = [{"at": _elapsed_s(run, row) / unit_s, "loss": row.get("loss")} for row in rows]
-        start_times, start_losses = curve_points(points, "at", "loss", most=max_points)
+        start_times, start_losses = curve_points(points, "at", "loss", max_points=max_points)
         times += [*start_times, float("nan")]
         losses += [*start_losses, float("nan")]
     axes.plot(times[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")

@@ -169,7 +169,8 @@ def render_json(runs: Sequence[Run]) -> str:
 
 def _run_as_json_object(run: Run) -> dict[str, Any]:
     curves = {
-        name: curve_points(run.steps, "step", name, most=_MAX_CURVE_POINTS) for name in _CURVES
+        name: curve_points(run.steps, "step", name, max_points=_MAX_CURVE_POINTS)
+        for name in _CURVES
     }
     return {
         "name": run.name,

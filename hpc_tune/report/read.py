@@ -91,7 +91,7 @@ def _sum_energies(energies: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
     reasons: dict[str, list[str]] = {}
     for part in energies:
         if part.joules is None:
-            reasons.setdefault(part.why, []).append(part.job)
+            reasons.setdefault(part.reason, []).append(part.job)
     notes = [f"not known: {_job_names(jobs)} ({reason})" for reason, jobs in reasons.items()]
     if not known:
         return JobsEnergy(None, "; ".join(notes))

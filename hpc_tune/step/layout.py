@@ -99,7 +99,7 @@ class Layout:
         return list(dict.fromkeys(groups))
 
     @property
-    def saved(self) -> dict[str, int]:
+    def saved_axes(self) -> dict[str, int]:
         """What checkpoints record: ranks by axis, but of ``GROUPING_AXES`` only those above 1."""
         return {name: n for name, n in asdict(self).items() if name not in GROUPING_AXES or n > 1}
 
@@ -107,12 +107,15 @@ class Layout:
         return describe_axes(asdict(self))
 
 
-def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate", "shard")) -> str:
-    """Describe axis sizes in words ("replicate 2 x shard 4"); axes of size 1 only if in ``always``.
+def describe_axes(
+    axes: Mapping[str, int], always_shown: Collection[str] = ("replicate", "shard")
+) -> str:
+    """Describe axis sizes in words ("replicate 2 x shard 4").
 
-    ``GROUPING_AXES`` come last: their ranks are already counted.
+    Axes of size 1 are left out unless they are in ``always_shown``. ``GROUPING_AXES`` come last:
+    their ranks are already counted.
     """
-    shown_sizes = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
+    shown_sizes = {axis: n for axis, n in axes.items() if n > 1 or axis in always_shown}
     groups = [f", {axis} {n}" for axis in GROUPING_AXES if (n := shown_sizes.pop(axis, 1)) > 1]
     return " x ".join(f"{axis} {n}" for axis, n in shown_sizes.items()) + "".join(groups)
 

@@ -146,7 +146,7 @@ class Control:
         if self._evaluation.is_overdue(step):
             self._evaluate()
             self.saver.add_evaluation(self._current_state())
-        self._job.stop.train()
+        self._job.stop.announce_training()
 
     def decide(self) -> StepDecision:
         """Return what all ranks do next; save the state before a stop. Collective."""
@@ -391,7 +391,7 @@ def prepare_control(
         data.total_steps,
         model.built.identity,
         trainer.position,
-        plan.layout.saved,
+        plan.layout.saved_axes,
         micro_size,
         job.config.model_dump(),
         model_sample=model.weights_fingerprint,

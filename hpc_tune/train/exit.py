@@ -142,7 +142,10 @@ def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Pa
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    initial_files, is_refused = comm.resume_point.before, find_exit_code(error) == EXIT_USER_ERROR
+    initial_files, is_refused = (
+        comm.resume_point.initial_files,
+        find_exit_code(error) == EXIT_USER_ERROR,
+    )
     if (
         initial_files is not None
         and is_refused
@@ -191,7 +194,7 @@ def _print_failure(failure: Failure, comm: Comm | None, run_dir: Path | None) ->
         details_file = append_failure_details(failure.details, run_dir, rank)
         if details_file is not None:
             facts = {**failure.facts, "details": str(details_file)}
-            failure = Failure(failure.who, f"{failure.reason} Details: {details_file}", facts)
+            failure = Failure(failure.prefix, f"{failure.reason} Details: {details_file}", facts)
     print_failure(failure)
     return failure
 
@@ -366,9 +369,9 @@ class MemoryExit:
         self._comm, self._monitor = comm, monitor
         self._run_dir, self._resume_point = run_dir, resume_point
 
-    def stop(self, need: MemoryShortage) -> None:
+    def stop(self, shortage: MemoryShortage) -> None:
         """End the world before the kernel kills it; called by the monitor's thread."""
-        fail_run(self._comm, self._make_error(need), self._run_dir)
+        fail_run(self._comm, self._make_error(shortage), self._run_dir)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the cause of an error: a failed allocation becomes a resumable stop."""

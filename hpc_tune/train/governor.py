@@ -142,10 +142,12 @@ class Governor:
         self._perform_action(decision, step, worst)
         return None
 
-    def advice(self, need: MemoryShortage) -> str:
+    def advice(self, shortage: MemoryShortage) -> str:
         """Return what the next start will do about the shortage, or what the user can do."""
         taken = self._policy.taken_actions
-        coming = next_actions_after_oom(taken, self._available_actions(need.memory))[len(taken) :]
+        coming = next_actions_after_oom(taken, self._available_actions(shortage.memory))[
+            len(taken) :
+        ]
         if not coming:
             return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
         words = [_ACTION_WORDS[action] for action in coming if action in _ACTION_WORDS]
@@ -243,10 +245,10 @@ def _format_fraction(used: int, limit: int) -> str:
     return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
-def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
+def outcome_facts(shortage: MemoryShortage, actions_taken: Sequence[str]) -> dict[str, Any]:
     """Return the facts in outcome.json about a run that stopped because memory was short."""
-    facts = {key: value for key, value in asdict(need).items() if key != "words"}
-    return {**facts, "governor": list(taken)}
+    facts = {key: value for key, value in asdict(shortage).items() if key != "words"}
+    return {**facts, "governor": list(actions_taken)}
 
 
 def make_loader_actions(

@@ -98,7 +98,7 @@ def open_job(
         saves = config.checkpoint
         store = Store(run_dir / "checkpoints", saves.keep, saves.keep_every, saves.keep_best)
         owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), on_failure)
-        resume_point.before = comm.run_on_rank_0(
+        resume_point.initial_files = comm.run_on_rank_0(
             "looking at the run directory", lambda: list_run_files(run_dir)
         )
         last = comm.run_on_rank_0(

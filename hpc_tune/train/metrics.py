@@ -152,7 +152,7 @@ def find_starving_experts(
 
 
 def describe_starving_experts(
-    starving_experts: Mapping[int, Sequence[int]], since: int, step: int
+    starving_experts: Mapping[int, Sequence[int]], start_step: int, step: int
 ) -> str:
     """Return a warning about experts that starve, naming a few of them."""
     layer_texts = [
@@ -161,8 +161,8 @@ def describe_starving_experts(
     ]
     return (
         "experts starve, with less than a hundredth of an even share of the tokens in steps "
-        f"{since + 1} to {step}: {list_some(layer_texts, _MAX_SHOWN, '; ')}. tune.router_aux_loss "
-        "spreads tokens"
+        f"{start_step + 1} to {step}: {list_some(layer_texts, _MAX_SHOWN, '; ')}. "
+        "tune.router_aux_loss spreads tokens"
     )
 
 

@@ -372,4 +372,4 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     if job.candidate is None:
         return resolved
     seconds = job.candidate.time.seconds
-    return replace(resolved, why=f"the shortest step by prediction, {seconds:.3g} s")
+    return replace(resolved, reason=f"the shortest step by prediction, {seconds:.3g} s")

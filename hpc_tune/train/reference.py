@@ -265,12 +265,12 @@ def _write_reference(file: Path, reference: np.ndarray) -> None:
 class KlTerms(NamedTuple):
     """The summed differences of mismatched answers from their reference, and their number."""
 
-    moved: float = 0.0
-    number: float = 0.0
+    change_sum: float = 0.0
+    num_answers: float = 0.0
 
 
 def sum_kl_terms(
-    engine: Engine, mismatched: Iterable[Batch], is_within_step: bool = False
+    engine: Engine, mismatched_batches: Iterable[Batch], is_within_step: bool = False
 ) -> KlTerms:
     """Return this rank's part of a step's KL estimate, from its mismatched answers.
 
@@ -278,7 +278,7 @@ def sum_kl_terms(
     """
     all_pairs, results = [], []
     for batch, log_probs in engine.objective_sums(
-        mismatched, AnswerLogProbabilities(), is_within_step
+        mismatched_batches, AnswerLogProbabilities(), is_within_step
     ):
         if batch.pairs is not None and len(batch.pairs.num_loss_tokens_P2):
             all_pairs.append(batch.pairs)
@@ -292,18 +292,18 @@ def sum_kl_terms(
     return KlTerms(float(change_P.double().sum()), int(has_answer_P.sum()))
 
 
-def clamped_mean_kl(moved: float, number: float) -> float:
+def clamped_mean_kl(change_sum: float, num_answers: float) -> float:
     """Return the mean difference of all ranks' mismatched answers, clamped at 0 from below."""
-    return max(0.0, moved / max(1.0, number))
+    return max(0.0, change_sum / max(1.0, num_answers))
 
 
-def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
+def mean_kl(engine: Engine, mismatched_batches: Iterable[Batch], comm: Comm) -> float:
     """Return the mean of mismatched answers' log-probabilities minus the reference's. Collective.
 
     It is at least 0, and covers all mismatched answers of a step: it does not depend on ranks or
     micro-batches.
     """
-    return clamped_mean_kl(*comm.sum([*sum_kl_terms(engine, mismatched)]))
+    return clamped_mean_kl(*comm.sum([*sum_kl_terms(engine, mismatched_batches)]))
 
 
 def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
@@ -313,7 +313,7 @@ def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
         HpcTuneError: if their log-probabilities differ by more than rounding.
     """
     sums = PreferenceSums(*result.sums)
-    change = sums.log_prob_change / max(1.0, sums.reference)
+    change = sums.log_prob_change / max(1.0, sums.reference_magnitude)
     if change > _TOLERANCE_BY_ITEMSIZE[plan.itemsize]:
         raise HpcTuneError(
             f"step 1: the answers' log-probabilities differ by {change:.2%} from the reference's, "

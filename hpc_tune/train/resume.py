@@ -137,7 +137,7 @@ def store_settings(job: Job, data: Data) -> None:
     job.setup_comm.run_on_rank_0(
         "keeping the settings", lambda: _store_settings(job.dir, data.template)
     )
-    job.resume_point.before = None
+    job.resume_point.initial_files = None
 
 
 def _store_settings(run_dir: Path, template: str | None) -> None:

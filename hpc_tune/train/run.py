@@ -53,12 +53,12 @@ def finish(
     forecast: MemoryForecast,
     control: Control,
     energy: RunEnergyMeter,
-    ended: Outcome,
+    outcome: Outcome,
 ) -> None:
     """Close everything that the run opened, and report how it ended. Collective."""
     job.watchdog.close()
     job.setup_comm.begin("ending the run")
-    job.stop.end()
+    job.stop.announce_ending()
     energy.end(control.trainer.step, control.recorder.tokens)
     record_memory_peaks(job, forecast)
     if job.candidate is not None:
@@ -68,13 +68,13 @@ def finish(
     control.recorder.close()
     control.trainer.loader.close()
     job.setup_comm.run_on_rank_0(
-        "ending the run", lambda: _write_outcome(job, model, control, ended)
+        "ending the run", lambda: _write_outcome(job, model, control, outcome)
     )
     job.stop.ignore_signals()
     job.monitor.close()
-    job.events.write("stop", ended.step, reason=ended.reason)
+    job.events.write("stop", outcome.step, reason=outcome.reason)
     job.events.close()
-    if job.config.run.report and ended.has_time_left:
+    if job.config.run.report and outcome.has_time_left:
         job.setup_comm.run_on_rank_0("writing the report", lambda: run_report_command(job.dir))
     if job.setup_comm.is_rank_0:
         job.owner.close()

@@ -409,9 +409,9 @@ class _ThreadTask(Generic[T]):
         if self.done:
             raise self.error or CheckpointError("the save was given up")
 
-    def cancel(self, why: str) -> None:
+    def cancel(self, reason: str) -> None:
         """Mark the task as failed, unless it has ended."""
-        self._set_result(None, CheckpointError(why))
+        self._set_result(None, CheckpointError(reason))
 
     def result(self) -> T:
         """Return the result of the work, or raise its error. Work that has not ended is abandoned,

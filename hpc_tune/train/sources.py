@@ -105,13 +105,13 @@ def prefix_errors_with_source(source: SourceConfig | OpenSource) -> Iterator[Non
         raise DataError(f"{source.setting}: {error}") from None
 
 
-def limit_documents(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
+def limit_documents(source: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
     """Return a source with its limit of documents; warn if it has fewer documents."""
-    limit, num = wanted.limit, store.num_documents
+    limit, num = source.limit, store.num_documents
     if limit is not None and limit > num and warns:
-        log.warning("%s: limit=%d, but it has only %d documents", wanted.setting, limit, num)
+        log.warning("%s: limit=%d, but it has only %d documents", source.setting, limit, num)
     uses_all = limit is None or limit >= num
-    return OpenSource(wanted.name, wanted.setting, store, None if uses_all else limit)
+    return OpenSource(source.name, source.setting, store, None if uses_all else limit)
 
 
 def build_rows(

@@ -160,8 +160,9 @@ class Trainer:
             terms = sum_kl_terms(self.engine, mismatched_batches, is_within_step=True)
         except torch.OutOfMemoryError as error:
             self._note_out_of_memory(error)
-        change, number, ran_out = self._comm.sum([*terms, self.out_of_memory_reason is not None])
-        return None if ran_out else clamped_mean_kl(change, number)
+        ran_out = self.out_of_memory_reason is not None
+        change_sum, num_answers, num_failed = self._comm.sum([*terms, ran_out])
+        return None if num_failed else clamped_mean_kl(change_sum, num_answers)
 
     def _note_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         if not self._repeats:

@@ -179,14 +179,14 @@ def apply_core_share(share: CoreShare, threads: int) -> str | None:
     return f"OMP_NUM_THREADS={old_value} was set and is now {threads}; set run.threads to choose"
 
 
-def repin_threads_with_mask(before: CpuMask, cpus: CpuMask) -> None:
-    """Move this process's threads that have the mask ``before`` to ``cpus``.
+def repin_threads_with_mask(old_mask: CpuMask, cpus: CpuMask) -> None:
+    """Move this process's threads that have the mask ``old_mask`` to ``cpus``.
 
     The CUDA driver has started some of them by the time the rank's GPU is known.
     """
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            if frozenset(os.sched_getaffinity(int(task.name))) == before:
+            if frozenset(os.sched_getaffinity(int(task.name))) == old_mask:
                 os.sched_setaffinity(int(task.name), cpus)
 
 

@@ -63,12 +63,12 @@ class RankWatch(Protocol):
 class ResumePoint:
     """The step from which the next start would resume; None while it is not known.
 
-    ``before``: the files in the run directory before this start, so that a refused start can remove
-    its own; None until they are listed, and again once nothing can refuse the start any more.
+    ``initial_files``: the files in the run directory before this start, so that a refused start can
+    remove its own; None until they are listed, and again once nothing can refuse the start.
     """
 
     step: int | None = None
-    before: frozenset[str] | None = None
+    initial_files: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

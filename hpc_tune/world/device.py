@@ -143,7 +143,7 @@ def gather_visible_gpus(
     }
 
 
-def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
+def name_gpus(gpus: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a name for each GPU from torch's properties of it (pure).
 
     The name is the UUID, or the PCI address if ROCm gives no UUID. An AMD GPU has both, since its
@@ -152,10 +152,10 @@ def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ..
     process, as they may be for the parts of one AMD GPU, their indices are appended.
     """
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if len(found) == 1 and visible_devices.startswith("MIG-"):
+    if len(gpus) == 1 and visible_devices.startswith("MIG-"):
         return (visible_devices.partition(",")[0],)
     names = []
-    for index, gpu in enumerate(found):
+    for index, gpu in enumerate(gpus):
         uuid = str(getattr(gpu, "uuid", ""))
         has_uuid = bool(uuid.strip("0-"))
         address = pci_address(gpu)

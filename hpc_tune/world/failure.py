@@ -67,13 +67,13 @@ _LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinva
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank reports for the world: one line, ``who`` (such as "error: ") and ``reason``.
+    """What one rank reports for the world: one line, ``prefix`` (such as "error: ") and ``reason``.
 
     ``facts`` go into outcome.json with it. ``details`` are a traceback and the messages of other
     libraries, None if the line says everything.
     """
 
-    who: str
+    prefix: str
     reason: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     details: str | None = None
@@ -116,7 +116,7 @@ def find_exit_code(error: BaseException) -> int:
 
 def print_failure(failure: Failure) -> None:
     """Print what one rank reports for the world, followed by its details."""
-    print_line(f"{failure.who}{failure.reason}")
+    print_line(f"{failure.prefix}{failure.reason}")
     if failure.details is not None:
         print_line(failure.details)
 

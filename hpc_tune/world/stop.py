@@ -69,11 +69,11 @@ class StopFlag:
             if not is_ignored_sighup(number):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
 
-    def train(self) -> None:
+    def announce_training(self) -> None:
         """From now on, answer a signal with the message that this step is saved before the stop."""
         self._stop_message = "stopping once this step is saved"
 
-    def end(self) -> None:
+    def announce_ending(self) -> None:
         """From now on, answer a signal with the message that the run is ending already."""
         self._stop_message = "the run is ending already"
 

@@ -47,7 +47,7 @@ except Exception as error:
         raise
     told = claim_failure_report(s, error)
     if told is not None:
-        text = f"{told.who}{told.reason}\\n{told.details or ''}"
+        text = f"{told.prefix}{told.reason}\\n{told.details or ''}"
         sys.stderr.write(text + "\\n")
         if "SAID" in os.environ:
             open(os.environ["SAID"], "a").write(text)

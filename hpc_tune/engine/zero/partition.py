@@ -55,7 +55,7 @@ def partition_parameters(
         for attribute, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[attribute] = torch.empty_like(buffer, device=device)
-    load_weights(built, reserve, parameters=False)
+    load_weights(built, reserve, fills_parameters=False)
 
 
 class _Partitioner:

@@ -55,7 +55,7 @@ _QUANTIZE_S_PER_VALUE = 100e-9  # of one core, per trained value and step (2.5 G
 
 
 def log_start(
-    job: Job, model: Model, resolved: ResolvedLayout, forecast: MemoryForecast, data: Data
+    job: Job, model: Model, resolved_layout: ResolvedLayout, forecast: MemoryForecast, data: Data
 ) -> None:
     """Log the model, method, data, layout, memory, batch and learning rate, a line each, and write
     them to events.jsonl with everything that a bug report needs (kind ``start``).
@@ -64,7 +64,7 @@ def log_start(
     """
     if not job.setup_comm.is_rank_0:
         return
-    config, comm, layout = model.config, job.setup_comm, resolved.layout
+    config, comm, layout = model.config, job.setup_comm, resolved_layout.layout
     rows, total_steps = config.batch.global_size, data.total_steps
     lines: dict[str, Any] = {
         "world": _describe_world(comm),
@@ -78,7 +78,7 @@ def log_start(
         ),
         "data": _describe_data(config.data, data),
         **_describe_evals(data, config.checkpoint.keep_best),
-        "layout": f"{layout}: {resolved.why}",
+        "layout": f"{layout}: {resolved_layout.reason}",
         "memory": forecast.verdict + describe_allocator(comm.device, os.environ),
         "kernels": str(model.choose_kernels(comm.device))
         + describe_float8_base(model, comm.device),

@@ -38,9 +38,9 @@ _MEMORY_SETTINGS = (  # settings that change the memory of a row, or the memory 
 
 
 def decide_micro_size(
-    job: Job, model: Model, plan: StepPlan, engine: Engine, saved: RunState | None
+    job: Job, model: Model, plan: StepPlan, engine: Engine, saved_state: RunState | None
 ) -> int:
-    """Return the rows of a micro-batch; ``saved``: the state the run resumes from. Collective.
+    """Return the rows of a micro-batch. Collective. ``saved_state``: what the run resumes from.
 
     A run resumed with the same layout and memory settings keeps its size, to compute the same bits.
     """
@@ -48,8 +48,12 @@ def decide_micro_size(
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
     settings = job.config.model_dump()
-    if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, settings):
-        return saved.micro_size
+    if (
+        saved_state is not None
+        and saved_state.layout == layout.saved_axes
+        and _needs_same_memory(saved_state, settings)
+    ):
+        return saved_state.micro_size
     max_rows = max_micro_rows(config.batch, layout)
     watch = job.make_stall_watch()
     watch.enter("measuring micro-batches")

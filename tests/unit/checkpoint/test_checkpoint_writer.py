@@ -224,9 +224,9 @@ def test_nothing_is_copied_where_there_is_no_memory():
 
 def test_copies_need_no_more_memory_than_the_last_save_has_left():
     asked = []
-    found = choose_staging_bytes("auto", 5, True, lambda size: not asked.append(size), kept=3)
+    found = choose_staging_bytes("auto", 5, True, lambda size: not asked.append(size), kept_bytes=3)
     assert (found, asked) == (5, [2])
-    assert choose_staging_bytes("auto", 5, True, lambda size: size == 0, kept=9) == 5
+    assert choose_staging_bytes("auto", 5, True, lambda size: size == 0, kept_bytes=9) == 5
 
 
 def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):

@@ -29,16 +29,16 @@ def row(job, joules, begin=BEGAN, end=BEGAN + 600):
             [row(7, 26000), row("7.batch", 9000), row("7.0", 17000)],
             JobEnergy("7", 26000.0, is_sum_of_steps=True),
         ),
-        ([row(7, 0), row("7.batch", 0), row("7.extern", 0)], JobEnergy("7", why=NO_ENERGY)),
-        ([row(7, ""), row("7.0", "")], JobEnergy("7", why=NO_ENERGY)),
+        ([row(7, 0), row("7.batch", 0), row("7.extern", 0)], JobEnergy("7", reason=NO_ENERGY)),
+        ([row(7, ""), row("7.0", "")], JobEnergy("7", reason=NO_ENERGY)),
         # As 32 and 64 bits have no value.
-        ([row(7, 4294967294), row("7.extern", 2**64 - 2)], JobEnergy("7", why=NO_ENERGY)),
-        ([row(7, 500, end="Unknown"), row("7.0", 500)], JobEnergy("7", why="it is not over")),
-        ([row(7, "", begin="Unknown", end="Unknown")], JobEnergy("7", why=UNKNOWN)),
+        ([row(7, 4294967294), row("7.extern", 2**64 - 2)], JobEnergy("7", reason=NO_ENERGY)),
+        ([row(7, 500, end="Unknown"), row("7.0", 500)], JobEnergy("7", reason="it is not over")),
+        ([row(7, "", begin="Unknown", end="Unknown")], JobEnergy("7", reason=UNKNOWN)),
         # A job of the same number, of another cluster or of before.
-        ([row(7, 500, BEGAN - 9000, BEGAN - 5000)], JobEnergy("7", why=UNKNOWN)),
-        ([row(77, 500), row("7+0", 500)], JobEnergy("7", why=UNKNOWN)),
-        (["sacct: error: x\n", "||\n"], JobEnergy("7", why=UNKNOWN)),
+        ([row(7, 500, BEGAN - 9000, BEGAN - 5000)], JobEnergy("7", reason=UNKNOWN)),
+        ([row(77, 500), row("7+0", 500)], JobEnergy("7", reason=UNKNOWN)),
+        (["sacct: error: x\n", "||\n"], JobEnergy("7", reason=UNKNOWN)),
     ],
 )
 def test_the_energy_of_a_job(rows, expected):
@@ -106,7 +106,7 @@ def test_a_sacct_that_does_not_tell_says_why(sacct, monkeypatch, script, why):
         sacct(script)
     if "sleep" in (script or ""):
         monkeypatch.setattr(slurm, "_SACCT_LIMIT_S", 0.3)
-    assert asked("7") == [JobEnergy("7", why=why)]
+    assert asked("7") == [JobEnergy("7", reason=why)]
 
 
 def test_only_slurm_tells_energy():

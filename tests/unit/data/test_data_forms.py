@@ -291,4 +291,4 @@ def test_the_docs_name_the_fields_of_each_form():
     for form in records.FORMS:
         assert not [
             name for name in form.own_fields + form.shared_fields if f"`{name}`" not in text
-        ], form.needs
+        ], form.required_fields

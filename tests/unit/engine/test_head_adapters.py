@@ -53,8 +53,8 @@ def loaded(built):
             (region,) = built.regions(name, parameter)
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             full = torch.randn(region.full_shape, generator=generator)
-            box = zip(region.offset, region.local.shape, strict=True)
-            region.local.copy_(0.1 * full[tuple(slice(o, o + n) for o, n in box)])
+            box = zip(region.offset, region.values.shape, strict=True)
+            region.values.copy_(0.1 * full[tuple(slice(o, o + n) for o, n in box)])
     return built
 
 

@@ -65,7 +65,7 @@ def test_any_region_is_what_transformers_makes_of_the_blocks(tmp_path, monkeypat
     )
     index = index_model_directory(tmp_path)
     wanted = convert_moe_packed_tensors(blocks, scales)
-    assert index.stored == [STACK]
+    assert index.stored_names == [STACK]
     assert index.shapes[STACK] == tuple(wanted.shape) == (EXPERTS, 32 * GROUPS, ROWS)
     assert index.map_pages(STACK, torch.bfloat16) is None
     draw = random.Random(7)
@@ -122,7 +122,7 @@ def test_a_merged_model_is_what_transformers_saves_of_the_dequantized_one(publis
     dequantized(published).save_pretrained(tmp_path / "stock", save_original_format=False)
     theirs, ours = (index_model_directory(d) for d in (tmp_path / "stock", out))
     assert (ours.shapes, ours.dtypes) == (theirs.shapes, theirs.dtypes)
-    for name in ours.stored:
+    for name in ours.stored_names:
         both = [torch.empty(ours.shapes[name], dtype=ours.dtypes[name]) for _ in "ab"]
         for values, index in zip(both, (ours, theirs), strict=True):
             index.fill(values, name)

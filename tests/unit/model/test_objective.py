@@ -111,7 +111,7 @@ def test_what_is_measured_beside_the_loss():
     assert measured["chosen_log_prob"] == pytest.approx(-5.5 / 5)
     assert measured["rejected_log_prob"] == pytest.approx(-2.25 / 3)
     assert sums.log_prob_change == pytest.approx(0.5 + 0.25 + 0.5 + 0.25)
-    assert sums.reference == pytest.approx(2.5 + 0.5 + 3.0 + 2.25)
+    assert sums.reference_magnitude == pytest.approx(2.5 + 0.5 + 3.0 + 2.25)
 
 
 def test_labeled_answers_are_compared_with_the_mean_divergence():

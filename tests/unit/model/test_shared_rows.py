@@ -321,7 +321,7 @@ def test_neighbors_share_rows_and_the_first_of_them_counts():
         assert [places[rank].context for rank in ranks] == [0, 1, 2, 3]
         assert len({(places[r].data, places[r].tensor, places[r].pipeline) for r in ranks}) == 1
     assert str(layout) == "replicate 2 x shard 4 x tensor 2 x pipeline 2, context 4"
-    assert Layout(1, 2, context=2).saved == {
+    assert Layout(1, 2, context=2).saved_axes == {
         **{"replicate": 1, "shard": 2, "tensor": 1, "pipeline": 1},
         "context": 2,
     }

@@ -175,8 +175,8 @@ def test_a_layout_prints_its_axes():
 
 def test_checkpoints_say_over_how_many_ranks_experts_are_spread_if_they_are():
     axes = {"replicate": 1, "shard": 4, "tensor": 1, "pipeline": 1}
-    assert Layout(1, 4).saved == axes
-    assert Layout(1, 4, expert=2).saved == {**axes, "expert": 2}
+    assert Layout(1, 4).saved_axes == axes
+    assert Layout(1, 4, expert=2).saved_axes == {**axes, "expert": 2}
 
 
 def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_spread_over():

@@ -23,7 +23,7 @@ def events(*jobs):
             "other jobs there",
         ),
         (
-            [JobEnergy("7", 3.6e6, is_sum_of_steps=True), JobEnergy("8", why="it is not over")],
+            [JobEnergy("7", 3.6e6, is_sum_of_steps=True), JobEnergy("8", reason="it is not over")],
             3.6e6,
             "Slurm counted 1.00 kWh for the nodes of job 7, from start to end, including other "
             "jobs there; this is the sum of job steps, several of which can count the same node; "

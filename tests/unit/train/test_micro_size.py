@@ -19,7 +19,7 @@ def rows_of(monkeypatch, saved=(), now=(), layout=LAYOUT):
     monkeypatch.setattr(micro_size, "largest_micro_size", lambda *_: MEASURED)
     config = load_config(None, now)
     before = load_config(None, saved).model_dump()
-    state = RunState(10, 40, "", {}, layout.saved, SAVED, before)
+    state = RunState(10, 40, "", {}, layout.saved_axes, SAVED, before)
     limit = SimpleNamespace(enter=lambda _: None, watching=contextlib.nullcontext)
     job = SimpleNamespace(
         config=config, make_stall_watch=lambda: limit, setup_comm=None, monitor=None, step_comm=None

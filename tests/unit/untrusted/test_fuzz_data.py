@@ -287,7 +287,7 @@ def test_what_files_of_tensors_say_of_their_places(folder, drawn):
     try:
         index = index_files([file], CheckpointError)
         for name in index.shapes:
-            if index.bytes_of(name) < 1 << 20:
+            if index.tensor_bytes(name) < 1 << 20:
                 index.fill(torch.empty(index.shapes[name], dtype=index.dtypes[name]), name)
     except CheckpointError as error:
         said(error, str(folder))

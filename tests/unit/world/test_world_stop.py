@@ -47,7 +47,7 @@ def test_the_end_of_a_run_is_told_and_then_nothing_interrupts_it(capfd):
     flag = StopFlag(environ={}, is_first=True)
     flag.install()
     try:
-        flag.end()
+        flag.announce_ending()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert capfd.readouterr().err == "SIGUSR1: the run is ending already\n"
         flag.ignore_signals()
