@@ -68,13 +68,13 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
         lists the reasons. DataError: if their file is damaged.
     """
     file, config = directory / ADAPTER_FILE, _read_adapter_config(directory)
-    fields = {key: config.get(key, {} if "pattern" in key else False) for key in _FIELDS}
+    fields = {key: config.get(key, False) for key in _FIELDS}
     model: Any = built.module.model
     expected_fields = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
         expected_fields[key] = restore_layer_patterns(expected_fields[key])
         fields[key] = _expand_patterns_to_paths(
-            restore_layer_patterns(fields[key]), expected_fields[key]
+            restore_layer_patterns(fields[key] or {}), expected_fields[key]
         )
     problems = _compare_expert_ranks(fields, expected_fields, built.tune)
     problems += [
@@ -132,8 +132,10 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(settings.read_text(encoding="utf-8"))
+        for key in ("rank_pattern", "alpha_pattern"):
+            dict(content.get(key) or {})
         return {**content}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
 

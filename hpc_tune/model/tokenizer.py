@@ -132,7 +132,7 @@ def may_have_own_class(directory: Path) -> bool:
     file = directory / TOKENIZER_CONFIG
     if not file.is_file() or not (directory / TOKENIZER_FILE).is_file():
         return False
-    class_name = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
+    class_name = read_json_object(file).get("tokenizer_class")
     is_whole = class_name in (WHOLE_FILE_CLASS, "TokenizersBackend", None)
     return not is_whole or (directory / "config.json").is_file()
 
@@ -457,21 +457,37 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
         eos_ids = read_json_object(directory / file).get("eos_token_id")
         if eos_ids is not None:
             break
-    return {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
+    ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    return {number for number in (tokenizer.eos_token_id, *ids) if type(number) is int}
 
 
 def read_processor_template(directory: Path) -> tuple[str, Any] | None:
     """Return the file and chat template of a model's processor, or None if it has no template.
 
     Several templates are a dict. Some models that process images have a template only there.
+
+    Raises:
+        DataError: if it is neither a text nor texts by name.
     """
     for file in ("chat_template.json", "processor_config.json"):
         template = read_json_object(directory / file).get("chat_template")
         if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}
+            entries = [entry if isinstance(entry, dict) else {} for entry in template]
+            template = {entry.get("name"): entry.get("template") for entry in entries}
+        texts = template if isinstance(template, dict) else {"default": template}
+        if template and not all(map(_is_named_template, texts.items())):
+            raise DataError(
+                f"{directory / file}: chat_template: expected a text, or texts by their names"
+            )
         if template:
             return file, template
     return None
+
+
+def _is_named_template(item: tuple[Any, Any]) -> bool:
+    name, text = item
+    # An export writes each to a file of its name.
+    return isinstance(name, str) and isinstance(text, str) and Path(name).name == name != ""
 
 
 def _require_vocabulary(directory: Path, tokenizer: Any) -> None:

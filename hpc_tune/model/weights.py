@@ -453,7 +453,8 @@ def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: A
         return make_tensor(scales.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
         return make_tensor(scales.view(rows, 1), 1, columns)
-    by_block = isinstance(block, list | tuple) and len(block) == 2
+    is_list = isinstance(block, list) and len(block) == 2
+    by_block = is_list and all(type(size) is int and size > 0 for size in block)
     if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
         return make_tensor(scales, *block)
     raise DataError(

@@ -64,7 +64,8 @@ def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: s
         "module before the ranks start, and bind it into a container (doctor says more)"
     )
     if len(names) == 1 and kinds.count(kind) > 1:
-        text += f". Until then name all {kinds.count(kind)} interfaces: run.interface=hsn0,hsn1"
+        example = ", such as hsn0,hsn1" if kind == "Slingshot" else ""
+        text += f". Until then name all {kinds.count(kind)} interfaces in run.interface{example}"
     return text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
@@ -21,9 +22,8 @@ from hpc_tune.units import format_count, format_quantity, format_seconds
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
 MAX_CURVE_POINTS, MAX_DOTTED_POINTS = 300, 40  # of a curve, and of one that shows its dots
-_MAX_MARKS_PER_AXIS = 120  # per axis: closer marks could not be distinguished
+_MAX_MARKS_PER_AXIS, _LEGEND_SIZE = 120, 8.5  # closer marks could not be distinguished; points
 STEP_AXIS_LABEL, FIGURE_SIZE_INCHES = "optimizer step", (7.2, 3.6)
-_LEGEND_SIZE = 8.5  # points
 Points = tuple[list[float], list[float]]
 DrawFigure = Callable[[Sequence[Run]], Figure | None]
 
@@ -159,7 +159,8 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
             times = [_elapsed_s(run, row) / unit_s for row in rows]
             axes.plot(times, [row[used_key] / 2**30 for row in rows], color=color, lw=1.4,
                       label=_make_label(runs, run, "used"))  # fmt: skip
-            if len(runs) == 1 and used_key == "host_bytes" and "host_ranks_bytes" in rows[-1]:
+            has_ranks = any("host_ranks_bytes" in row for row in rows)
+            if len(runs) == 1 and used_key == "host_bytes" and has_ranks:
                 ranks = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
                 axes.plot(times, ranks, color=COLORS[5], lw=1.4, label="of which this run's ranks")
             limits = [(a, row[limit_key] / 2**30) for a, row in zip(times, rows, strict=True)
@@ -508,8 +509,7 @@ def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> lis
         values = divide_by_median(line["work_s"])
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
         rows += [nan] * (num_rows - len(rows))
-        maxima = columns[index]
-        columns[index] = [max(a, b) for a, b in zip(maxima, rows, strict=True)] if maxima else rows
+        columns[index] = np.fmax(columns[index] or rows, rows).tolist()
     for index, column in enumerate(columns):  # after a resume, lines may be further apart
         columns[index] = column or columns[index - 1]
     return columns

@@ -1,6 +1,7 @@
 """float8 checkpoints with scales, and quantized ones that are refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -88,6 +89,18 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):
         index_model_directory(tmp_path)
     save_file({n: t for n, t in tensors.items() if n != name}, file)
     with pytest.raises(DataError, match=r"stored in float8 without a scale"):
+        index_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize("block", [[0, 128], ["128", 128], [128], 128, [1.5, 2], {}])
+def test_blocks_that_are_no_two_sizes_are_refused(tmp_path, block):
+    stored(tmp_path, *KINDS["block"])
+    file = tmp_path / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization})
+    )
+    with pytest.raises(DataError, match=re.escape(f"in blocks of {block}")):
         index_model_directory(tmp_path)
 
 

@@ -142,6 +142,10 @@ def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):
             {"adapter_model.safetensors": "x", "adapter_config.json": "[]"},
             "adapter_config.json cannot be read",
         ),
+        (
+            {"adapter_model.safetensors": "x", "adapter_config.json": '{"rank_pattern": 8}'},
+            "adapter_config.json cannot be read",
+        ),
     ],
 )
 def test_a_folder_that_holds_no_adapter_is_refused(tiny, tmp_path, files, said):
@@ -170,6 +174,15 @@ def test_what_would_make_of_the_same_tensors_another_adapter_is_refused(tiny, tm
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ConfigError, match=f"{next(iter(settings))} is set there"):
         started(tiny, tmp_path)
+
+
+def test_patterns_may_be_null_in_an_adapters_config(tiny, tmp_path):
+    adapted = stock(tiny)
+    adapted.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    nulls = {"rank_pattern": None, "alpha_pattern": None}
+    file.write_text(json.dumps(json.loads(file.read_text()) | nulls))
+    assert gap(started(tiny, tmp_path), adapted) < 1e-5
 
 
 def test_an_adapter_that_is_no_lora_is_refused_by_its_name(tiny, tmp_path):

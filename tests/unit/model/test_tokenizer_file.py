@@ -8,7 +8,8 @@ from tokenizers import processors as post
 from transformers import AutoTokenizer
 
 from hpc_tune.data.tokenizer import fingerprint, num_ids
-from hpc_tune.model.tokenizer import fix_exported_tokenizer_class, load_tokenizer
+from hpc_tune.errors import DataError
+from hpc_tune.model.tokenizer import fix_exported_tokenizer_class, load_tokenizer, stop_ids
 
 TEXT = (
     "were021720250650anci In  2023 there were  650841823 people.\n  17 nodes, cafe\u0301 <|user|> "
@@ -128,6 +129,27 @@ def test_the_template_of_the_processor_is_taken_where_there_is_no_other(tmp_path
     assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
     (tmp_path / "chat_template.jinja").write_text("{{ own }}")
     assert load_tokenizer(tmp_path).chat_template == "{{ own }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [7, ["x"], [{"name": "a"}], [{"template": "x"}], {"../a": "x"}, {"a/b": "x"}, {"": "x"}],
+)
+def test_a_template_of_the_processor_that_is_no_text_is_refused(template, tmp_path):
+    """A name with a slash would let an export write outside its folder."""
+    write(tmp_path, "PreTrainedTokenizerFast")
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(DataError, match=r"processor_config\.json: chat_template: expected a text"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("ends", [[[2]], [{"a": 2}], {"a": 2}, "2", [True]])
+def test_end_tokens_that_are_no_numbers_are_none(ends, tmp_path):
+    write(tmp_path, "PreTrainedTokenizerFast", eos_token=None)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_id is None
+    assert stop_ids(tokenizer, tmp_path) == set()
 
 
 def test_numbers_behind_a_gap_are_counted(tmp_path):

@@ -30,7 +30,7 @@ def events(*jobs):
             "not known: job 8 (it is not over)",
         ),
         (
-            [JobEnergy(str(n), why="there is no sacct here") for n in range(6)],
+            [JobEnergy(str(n), reason="there is no sacct here") for n in range(6)],
             None,
             "not known: jobs 0, 1, 2, 3 and 2 more (there is no sacct here)",
         ),

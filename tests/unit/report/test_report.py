@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from hpc_tune import cli
+from hpc_tune.report import figures
 from hpc_tune.report import page as report_page
 from hpc_tune.report import watch as watching
 from hpc_tune.report.facts import (
@@ -24,7 +25,7 @@ from hpc_tune.report.facts import (
     list_starts,
     time_by_kind,
 )
-from hpc_tune.report.figures import FIGURES, draw_figures
+from hpc_tune.report.figures import FIGURES, _heatmap_columns, draw_figures
 from hpc_tune.report.page import source_rows, verify_checkpoints, write_report
 from hpc_tune.report.read import LineReader, find_setting_differences, read_run
 from hpc_tune.rundir import outcome, owner
@@ -260,6 +261,14 @@ def test_pictures_are_written_where_asked_for_alone(make, tmp_path, monkeypatch)
     assert cli.main(["report", "run", "--png"]) == 0
     names = [name for name, _, _ in FIGURES]
     assert sorted(p.stem for p in (run / "report").glob("*.png")) == sorted(names)
+
+
+def test_ranks_that_a_later_start_added_are_in_the_column_of_both_starts(monkeypatch):
+    monkeypatch.setattr(figures, "_MAX_HEATMAP_COLUMNS", 1)
+    lines = [{"step": 1, "work_s": [1.0, 1.0]}, {"step": 2, "work_s": [1.0, 2.0, 1.0, 1.0]}]
+    for order in (lines, lines[::-1]):
+        [column] = _heatmap_columns([row | {"step": n} for n, row in enumerate(order)], 4, 1)
+        assert column == [1.0, 2.0, 1.0, 1.0]
 
 
 def test_all_figures_are_there_as_json_too(make):

@@ -181,7 +181,7 @@ def test_every_owner_imports_what_it_owns(third_party):
         ("balance_stages(", "step/layout.py"),
         ("self.size.trained_itemsize", "step/plan.py"),
         ("989e12", "plan/hardware.py"),
-        ("% needed == 0", "config/parallel.py"),
+        ("% num_needed == 0", "config/parallel.py"),
         ("env=environ_without_launcher()", "cluster/launchers.py"),
     ],
 )

@@ -264,7 +264,14 @@ def test_the_allocator_of_a_gpu_is_told_of(device, environ, said):
 @pytest.mark.parametrize(
     ("cards", "plugin", "nodes", "device", "names", "said"),
     [
-        (4, "", 2, "cuda", "=hsn0", ["over hsn0: Slingshot needs", "name all 4 interfaces: run.i"]),
+        (
+            4,
+            "",
+            2,
+            "cuda",
+            "=hsn0",
+            ["over hsn0: Slingshot needs", "all 4 interfaces in run.interface, such as hsn0"],
+        ),
         (4, "", 2, "cuda", "=hsn0,hsn1,hsn2,hsn3", ["by TCP between the nodes, over hsn0, hsn1"]),
         (4, "librccl-net.so", 2, "cuda", "=hsn0", []),
         (0, "", 2, "cuda", "=eth0", []),
