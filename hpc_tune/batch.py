@@ -26,7 +26,7 @@ class PreferencePairs:
     summed log-probabilities under the reference, fp32, zeros without a reference.
     ``is_desirable_P``: the labels of labeled answers, bool; empty for pairs. ``kl``: the step's
     mean difference to the reference on mismatched answers, not below 0.
-    ``num_own_loss_tokens_P2``: if ranks share rows, the part of ``num_loss_tokens_P2`` on this
+    ``num_local_loss_tokens_P2``: if ranks share rows, the part of ``num_loss_tokens_P2`` on this
     rank; else None.
     """
 
@@ -34,12 +34,14 @@ class PreferencePairs:
     reference_log_probs_P2: torch.Tensor
     is_desirable_P: torch.Tensor
     kl: float = 0.0
-    num_own_loss_tokens_P2: torch.Tensor | None = None
+    num_local_loss_tokens_P2: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
-        own_counts = () if self.num_own_loss_tokens_P2 is None else (self.num_own_loss_tokens_P2,)
+        own_counts = (
+            () if self.num_local_loss_tokens_P2 is None else (self.num_local_loss_tokens_P2,)
+        )
         return (
             self.num_loss_tokens_P2,
             self.reference_log_probs_P2,
@@ -68,7 +70,7 @@ class Batch:
     is ``row_stride`` later; these indices seed the randomness. ``document_lengths`` are the lengths
     of each row's documents, with padding as the last one; if empty, positions are read instead.
     ``padding``: the number of padding tokens of each row. ``pairs``: for rows of preferences.
-    ``mismatched``: for rows of labeled answers, the same prompts with the answers of other rows.
+    ``mismatched_batch``: for rows of labeled answers, the same prompts with the answers of other rows.
     ``weights_N``: the loss weight of each token with loss, row by row, fp32; None: all weigh 1.
     """
 
@@ -82,7 +84,7 @@ class Batch:
     document_lengths: Sequence[Sequence[int]] = ()
     padding: Sequence[int] = ()
     pairs: PreferencePairs | None = None
-    mismatched: "Batch | None" = None
+    mismatched_batch: "Batch | None" = None
     weights_N: torch.Tensor | None = None
 
     def with_kl(self, kl: float) -> "Batch":
@@ -104,7 +106,7 @@ class Batch:
         """What the rows contain."""
         if self.pairs is None:
             return "answers"
-        return "pairs" if self.mismatched is None else "labels"
+        return "pairs" if self.mismatched_batch is None else "labels"
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +117,7 @@ class Batch:
     def all_tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch, of its pairs and of its mismatched batch."""
         tensors = [*self.tensors, *(self.pairs.tensors if self.pairs else ())]
-        tensors += self.mismatched.all_tensors if self.mismatched else ()
+        tensors += self.mismatched_batch.all_tensors if self.mismatched_batch else ()
         return tensors if self.weights_N is None else [*tensors, self.weights_N]
 
     @property
@@ -168,7 +170,8 @@ class Batch:
             labels_BT=labels_BT,
             positions_BT=positions_BT,
             pairs=self.pairs and self.pairs.map_tensors(change),
-            mismatched=self.mismatched and self.mismatched._map_tensors(change_tokens, change),
+            mismatched_batch=self.mismatched_batch
+            and self.mismatched_batch._map_tensors(change_tokens, change),
             weights_N=None if self.weights_N is None else change(self.weights_N),
         )
 
@@ -209,4 +212,4 @@ def padding_batch(first_row: int, form: DataForm = "answers") -> Batch:
         torch.zeros(0, dtype=torch.bool),
     )
     batch = replace(batch, pairs=PreferencePairs(*no_pairs))
-    return replace(batch, mismatched=batch) if form == "labels" else batch
+    return replace(batch, mismatched_batch=batch) if form == "labels" else batch

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hpc_tune import __version__
-from hpc_tune.cluster.launchers import rank_hint, size_hint
+from hpc_tune.cluster.launchers import rank_hint, world_size_hint
 from hpc_tune.commands import ALL_RANK_COMMANDS, COMMANDS, SETTINGS_ARGUMENTS
 from hpc_tune.config.load import (
     config_flag_hint,
@@ -24,7 +24,7 @@ from hpc_tune.config.load import (
 )
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, log, print_line
-from hpc_tune.packages import find_shadowing_packages
+from hpc_tune.packages import shadowing_package_warnings
 
 OTHER_RANKS_WAIT_S = 3.0  # so that rank 0 prints the error before the launcher kills it
 _WAIT_FOR_RANK_0_S = 10.0  # if rank 0 has not ended the job by then, only this rank has the problem
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _runs_on_this_rank(options.command):
             return EXIT_DONE
         if not rank_hint(os.environ):
-            for warning in find_shadowing_packages():
+            for warning in shadowing_package_warnings():
                 log.warning(warning)
         return run(options)
     except HpcTuneError as error:
@@ -103,7 +103,7 @@ def _runs_on_this_rank(command: str) -> bool:
         ConfigError: for ``supervise`` on several ranks, as each of them would start all ranks.
     """
     rank = rank_hint()
-    if command in ALL_RANK_COMMANDS or (rank == 0 and size_hint() == 1):
+    if command in ALL_RANK_COMMANDS or (rank == 0 and world_size_hint() == 1):
         return True
     if command == "supervise":
         raise ConfigError(

@@ -148,7 +148,7 @@ def argument(
 def _make_argument_type(kind: Callable[[str], Any], minimum: float) -> Callable[[str], Any]:
     """Return a type for argparse whose errors explain what is wrong."""
 
-    def read(text: str) -> Any:
+    def parse_value(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError as error:
@@ -159,7 +159,7 @@ def _make_argument_type(kind: Callable[[str], Any], minimum: float) -> Callable[
             raise ArgumentTypeError(f"found {text}, expected at least {minimum:g}")
         return value
 
-    return read
+    return parse_value
 
 
 def model_folder(path: str) -> Path:
@@ -214,14 +214,14 @@ def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
     from hpc_tune.cluster.submission import find_schedulers
     from hpc_tune.memory.host import find_host_limit
-    from hpc_tune.plan.report import plan_sizes
+    from hpc_tune.plan.report import preview_plan
 
     answers = collect_answers(
         {name: getattr(options, name) for name in QUESTIONS}, interactive_input()
     )
     host_bytes, out = find_host_limit().num_bytes, Path(options.out)
     section: Literal["slurm", "pbs"] = "pbs" if find_schedulers() == ["pbs"] else "slurm"
-    print("\n".join(write_config(out, answers, host_bytes, plan_sizes, section)))
+    print("\n".join(write_config(out, answers, host_bytes, preview_plan, section)))
     return EXIT_DONE
 
 
@@ -454,14 +454,14 @@ def export(options: Namespace) -> int:
     if options.to == "adapter" and options.dtype:
         raise ConfigError("--dtype is for --to merged and gguf; an adapter keeps its dtype")
 
-    def export_it(checkpoint: Path) -> Path:
+    def export_checkpoint(checkpoint: Path) -> Path:
         arguments = (checkpoint, run.config.tune, *folders, run.template)
         if options.to == "adapter":
             return export_adapter(*arguments)
         export_model = export_merged if options.to == "merged" else export_gguf
         return export_model(*arguments, DTYPES.get(options.dtype))
 
-    print(retry_with_newest_checkpoint(run, options.run, export_it))
+    print(retry_with_newest_checkpoint(run, options.run, export_checkpoint))
     return EXIT_DONE
 
 
@@ -536,7 +536,7 @@ def watch(options: Namespace) -> int:
     """Follow a run in the terminal while it trains."""
     from hpc_tune.report import watch as live
 
-    live.watch_runs(options.run, options.every, options.once)
+    live.watch_run(options.run, options.every, options.once)
     return EXIT_DONE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.files import FILE_LIMIT_ERRNOS, describe_missing_permission, is_permission_error
+from hpc_tune.files import OPEN_FILE_LIMIT_ERRNOS, describe_missing_permission, is_permission_error
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -97,7 +97,7 @@ class DiskError(HpcTuneError):
         """Return a DiskError for ``error``, None if it is of another kind; ``activity`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
-        if error.errno in FILE_LIMIT_ERRNOS:
+        if error.errno in OPEN_FILE_LIMIT_ERRNOS:
             return cls(f"{error.filename or activity}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
@@ -165,7 +165,7 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         number = int(match[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
-    if number in FILE_LIMIT_ERRNOS:
+    if number in OPEN_FILE_LIMIT_ERRNOS:
         return (
             ". This process has reached its limit of open files: raise the limit before the "
             "launcher (ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"

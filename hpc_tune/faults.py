@@ -39,7 +39,7 @@ class Faults:
     both by their names in ``memory.policy.Level``.
 
     ``device`` replaces the memory of this rank's device, as a ``memory.device.DeviceMemory``.
-    ``sample_s`` replaces the monitor's time between two samples of memory. ``offloads_without_gpu``
+    ``sample_period_s`` replaces the monitor's time between two samples of memory. ``offloads_without_gpu``
     allows offloading without a GPU, from the host to the host.
     """
 
@@ -49,7 +49,7 @@ class Faults:
     write: Callable[[int, Set[int]], None] = _do_nothing
     level: Callable[[str], str] = _return_level
     device: Any = None
-    sample_s: float | None = None
+    sample_period_s: float | None = None
     offloads_without_gpu: bool = False
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM)
-FILE_LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
+OPEN_FILE_LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
 def is_permission_error(number: int | None) -> bool:
@@ -92,13 +92,13 @@ def _group_name(number: int) -> str:
 # -- Files that count as empty if they cannot be read.
 
 
-def raise_if_out_of_files(error: BaseException) -> None:
+def raise_if_too_many_open_files(error: BaseException) -> None:
     """Raise ``error`` again if it means that this process may open no more files.
 
     Call it where a file that cannot be opened counts as empty: such an error says nothing about the
     file.
     """
-    if isinstance(error, OSError) and error.errno in FILE_LIMIT_ERRNOS:
+    if isinstance(error, OSError) and error.errno in OPEN_FILE_LIMIT_ERRNOS:
         raise error
 
 
@@ -107,7 +107,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return {}
     return content if isinstance(content, dict) else {}
 

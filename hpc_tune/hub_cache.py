@@ -20,7 +20,7 @@ HubKind = Literal["model", "dataset"]
 _SNAPSHOTS, _BLOBS, _REFS, _MAIN = "snapshots", "blobs", "refs", "main"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
 _MIN_REVISION_CHARS = 7  # characters of a revision, as git shortens it
-PREFIXES: dict[HubKind, str] = {"model": "models--", "dataset": "datasets--"}
+CACHE_FOLDER_PREFIXES: dict[HubKind, str] = {"model": "models--", "dataset": "datasets--"}
 _REVISION = re.compile(r"[0-9a-f]{40}")
 # Parts of a path in the cache that do not describe its content.
 CACHE_INTERNAL_NAME = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}|[0-9a-f]{{64}}")
@@ -47,7 +47,7 @@ def find_name_and_revision(path: Path) -> tuple[str, str | None] | None:
 
     The revision is None if ``path`` is not a snapshot. Returns None outside of such folders.
     """
-    prefix = PREFIXES["model"]
+    prefix = CACHE_FOLDER_PREFIXES["model"]
     cache_name = next((part for part in reversed(path.parts) if part.startswith(prefix)), None)
     if cache_name is None:
         return None
@@ -93,7 +93,7 @@ def hub_cache_root(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HF_HOME") or cache_home).expanduser() / "hub"
 
 
-def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
+def find_cached_snapshot(name: str, kind: HubKind) -> Snapshot | None:
     """Return the snapshot of OWNER/NAME or OWNER/NAME@REVISION; None if NAME is not in the cache.
 
     Raises:
@@ -104,7 +104,7 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     if match is None:
         return None
     owner, repo, revision = match.groups()
-    folder = hub_cache_root(os.environ) / f"{PREFIXES[kind]}{owner}--{repo}"
+    folder = hub_cache_root(os.environ) / f"{CACHE_FOLDER_PREFIXES[kind]}{owner}--{repo}"
     if not is_repo_cache(folder):
         return None
     snapshot = find_snapshot(folder, revision or _MAIN)
@@ -170,7 +170,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     return snapshot.path, list(snapshot.other_paths)
 
 
-def identity_path(file: Path) -> Path:
+def canonical_path(file: Path) -> Path:
     """Return the path that identifies a file: two names of one blob count as two files."""
     if file.is_symlink() and file.resolve().parent.name == _BLOBS:
         return file.parent.resolve() / file.name

@@ -39,7 +39,7 @@ class _RankFormatter(logging.Formatter):
         return f"{rank_prefix}{level_prefix}{record.getMessage()}"
 
 
-class _RankFile(logging.FileHandler):
+class _RankFileHandler(logging.FileHandler):
     """Appends to a file, created at the first line. Errors, as of a full disk, are ignored."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -88,7 +88,7 @@ def log_to_file(file: Path) -> Iterator[None]:
     """
     with contextlib.suppress(OSError):
         file.parent.mkdir(exist_ok=True)
-    handler = _RankFile(file, encoding="utf-8", errors="backslashreplace", delay=True)
+    handler = _RankFileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
     layout = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
     handler.setFormatter(logging.Formatter(layout, "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)

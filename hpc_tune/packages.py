@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-_OWN_NAME = "hpc_tune"
+_THIS_PACKAGE = "hpc_tune"
 _CORE_PACKAGES = ("omegaconf", "pydantic", "torch")  # without one, it is the wrong environment
-_PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
+_MODULE_PACKAGES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
@@ -30,13 +30,14 @@ def explain_import_failure(error: BaseException) -> str | None:
     if not isinstance(error, ImportError) and not _was_raised_in_import(error):
         return None
     package, file = _find_package(error)
-    if package == _OWN_NAME:
+    if package == _THIS_PACKAGE:
         return None
     if file is None and isinstance(error, ModuleNotFoundError):
         return _missing_module_advice(package)
     folder = Path(file).parent.parent if file else None
     version = next(
-        (v for name, v in _list_installed(folder) if name == _normalize_name(package)), None
+        (v for name, v in _list_installed_packages(folder) if name == _normalize_name(package)),
+        None,
     )
     version = version or getattr(sys.modules.get(package), "__version__", None)
     subject = f"{package} {version}" if version else package
@@ -46,20 +47,20 @@ def explain_import_failure(error: BaseException) -> str | None:
     if remedy := _mmap_failure_remedy(lines[0]):
         return f"{text}. {remedy}"
     text += f"; expected {package}{specifier}" if specifier else ""
-    return f"{text}. {_remedy(folder)}"
+    return f"{text}. {_wrong_version_remedy(folder)}"
 
 
-def find_shadowing_packages(environ: Mapping[str, str] = os.environ) -> list[str]:
+def shadowing_package_warnings(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each package in PYTHONPATH that shadows the installed one with a version
     that hpc_tune does not support.
     """
     specifiers, warnings = required_versions(), []
     for folder in _pythonpath_folders(environ):
-        for name, version in _list_installed(folder):
+        for name, version in _list_installed_packages(folder):
             if name in specifiers and not _is_in_range(version, specifiers[name]):
                 warnings.append(
                     f"PYTHONPATH has {name} {version} in {folder}, in front of the installed one; "
-                    f"expected {name}{specifiers[name]}. {_remedy(folder, environ)}"
+                    f"expected {name}{specifiers[name]}. {_wrong_version_remedy(folder, environ)}"
                 )
     return warnings
 
@@ -88,7 +89,7 @@ def _find_distributions(name: str) -> list[importlib.metadata.Distribution]:
 def required_versions() -> dict[str, str]:
     """Return the versions that hpc_tune supports, such as ``>=2.9,<3``, by package."""
     try:
-        lines = importlib.metadata.requires(_OWN_NAME) or []
+        lines = importlib.metadata.requires(_THIS_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
         return {}
     matches = [_REQUIREMENT.fullmatch(line) for line in lines]
@@ -107,7 +108,7 @@ def is_installed(module: str) -> bool:
 
 def _missing_module_advice(module: str) -> str:
     """Return what to do about a missing module; it may be the wrong environment altogether."""
-    package = _PACKAGE_NAMES.get(module, _normalize_name(module))
+    package = _MODULE_PACKAGES.get(module, _normalize_name(module))
     if any(importlib.util.find_spec(name) is None for name in _CORE_PACKAGES):
         return (
             f"the Python at {sys.executable} has no module {module}; expected one in which "
@@ -124,13 +125,13 @@ def _was_raised_in_import(error: BaseException) -> bool:
     """Return whether a module's top-level code was running; Python hides its import frames."""
     return any(
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
-        for frame in _frames(error)
+        for frame in _traceback_frames(error)
     )
 
 
 def _find_package(error: BaseException) -> tuple[str, str | None]:
     """Return the package that an error names, else the one that raised it, and its file."""
-    name, last_globals = None, _frames(error)[-1].f_globals
+    name, last_globals = None, _traceback_frames(error)[-1].f_globals
     if isinstance(error, ImportError):
         name = error.name
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
@@ -140,11 +141,11 @@ def _find_package(error: BaseException) -> tuple[str, str | None]:
     return package, file or (last_globals.get("__file__") if name is None else None)
 
 
-def _frames(error: BaseException) -> list[FrameType]:
+def _traceback_frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _list_installed(folder: Path | None) -> Iterator[tuple[str, str]]:
+def _list_installed_packages(folder: Path | None) -> Iterator[tuple[str, str]]:
     """Yield the name and version of each package that pip has installed into a folder."""
     for path in folder.glob("*-info") if folder is not None else ():
         name, _, version = path.stem.partition("-")
@@ -155,7 +156,7 @@ def _pythonpath_folders(environ: Mapping[str, str]) -> list[Path]:
     return [Path(folder) for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
-def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
+def _wrong_version_remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
     shadowing_folders = [path.resolve() for path in _pythonpath_folders(environ)]
     if folder is not None and folder.resolve() in shadowing_folders:
         return f"Unset PYTHONPATH, or take {folder} out of it"

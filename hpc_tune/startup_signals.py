@@ -17,14 +17,14 @@ def exit_on_signals() -> None:
     SIGHUP stays ignored under nohup.
     """
 
-    def leave(number: int, frame: object) -> None:
+    def exit_process(number: int, frame: object) -> None:
         name = signal.Signals(number).name
         write_stderr(f"{name}: stopped immediately. Rerun the same command to resume\n")
         os._exit(_EXIT_INTERRUPTED if number == signal.SIGINT else _EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:
         if not is_ignored_sighup(number):
-            signal.signal(number, leave)
+            signal.signal(number, exit_process)
 
 
 def is_ignored_sighup(number: int) -> bool:

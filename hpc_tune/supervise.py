@@ -1,6 +1,6 @@
 """Supervise a run in a batch job: start it, forward signals, and decide what to do when it ends.
 
-    the ranks end -> decide_next (pure) -> done | start again here | requeue the job | give up
+    the ranks end -> decide_next_step (pure) -> done | start again here | requeue the job | give up
 
 A launcher's exit code is not reliable: ``outcome.json`` tells how a run ended, and the newest
 checkpoint how far it got. Nodes that are lost or faulty are left out (cluster/nodes.py). Every
@@ -102,16 +102,16 @@ class StartRecord:
 _START_ADAPTER = TypeAdapter(StartRecord)
 
 
-def decide_next(
+def decide_next_step(
     starts: Sequence[StartRecord],
     left_s: float | None,
     can_requeue: bool,
-    spares: int = 0,
+    num_spares: int = 0,
     node_shortage: str | None = None,
 ) -> tuple[NextStep, str]:
     """Return what to do after the last of ``starts``, and why.
 
-    ``left_s`` is the time left to the job, None without a limit. ``spares``: the number of spare
+    ``left_s`` is the time left to the job, None without a limit. ``num_spares``: the number of spare
     nodes that the job had; ``node_shortage``: why it cannot continue with the remaining nodes.
     """
     last = starts[-1]
@@ -128,7 +128,7 @@ def decide_next(
     failures = [start for start in stuck_starts if start.status == "failed" and not start.asked]
     crashes = sum(start.exit_code != EXIT_USER_ERROR and not start.lost_nodes for start in failures)
     # Each spare node may have replaced a faulty one, so it allows one more crash.
-    if crashes >= MAX_CRASHES + spares:
+    if crashes >= MAX_CRASHES + num_spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(stuck_starts) >= MAX_MEMORY_RESTARTS:
         return "give up", f"{len(stuck_starts)} starts made no progress beyond step {last.to_step}"
@@ -150,12 +150,12 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
     return list(takewhile(lambda start: start.to_step <= start.from_step, reversed(starts)))
 
 
-def find_ending(
+def classify_ending(
     ending: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``ending`` (``outcome.read_ending``, or nothing), or else follow from
+    They are what its ranks ``ending`` (``outcome.read_valid_outcome``, or nothing), or else follow from
     the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose
     ranks died.
     """
@@ -179,7 +179,7 @@ def find_ending(
 
 
 class Supervisor:
-    """Starts the ranks of one run until ``decide_next`` ends it."""
+    """Starts the ranks of one run until ``decide_next_step`` ends it."""
 
     def __init__(
         self,
@@ -201,13 +201,13 @@ class Supervisor:
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._arguments = list(arguments)
         self._nodes = nodes or JobNodes(launch, {})
-        self._report = report
-        self._run_dir, self._requeue = run_dir, list(requeue or [])
+        self._writes_report = report
+        self._run_dir, self._requeue_command = run_dir, list(requeue or [])
         self._job = job = find_job(environ)
-        if job is not None and not self._requeue:
-            self._requeue = list(job.scheduler.requeue_command(job.id))
-        self._end_s = find_job_end_s(environ, asks_scheduler=True)
-        self._leave_before_s = read_exit_margin_s(environ, _STOP_REQUEST_MARGIN_S)
+        if job is not None and not self._requeue_command:
+            self._requeue_command = list(job.scheduler.requeue_command(job.id))
+        self._job_end_s = find_job_end_s(environ, asks_scheduler=True)
+        self._exit_margin_s = read_exit_margin_s(environ, _STOP_REQUEST_MARGIN_S)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._stop_signal: int | None = None
 
@@ -242,9 +242,13 @@ class Supervisor:
                 lost_start = None
             starts.append(start)
             _append_start(self._run_dir, start)
-            next_step, reason = self._decide_next(starts)
+            next_step, reason = self._decide_next_step(starts)
             log.info("%s", self._describe_decision(start, next_step, reason))
-            if self._report and next_step in ("again", "give up") and self._stop_signal is None:
+            if (
+                self._writes_report
+                and next_step in ("again", "give up")
+                and self._stop_signal is None
+            ):
                 run_report_command(self._run_dir)
             match next_step:
                 case "done":
@@ -256,13 +260,17 @@ class Supervisor:
             if self._stop_signal is not None:
                 return EXIT_RESUMABLE
 
-    def _decide_next(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
+    def _decide_next_step(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
-        if self._end_s is not None:  # until a minute after the ranks would be asked to stop
-            left_s = self._end_s - time.time() - (self._leave_before_s - _STOP_REQUEST_MARGIN_S)
+        if self._job_end_s is not None:  # until a minute after the ranks would be asked to stop
+            left_s = self._job_end_s - time.time() - (self._exit_margin_s - _STOP_REQUEST_MARGIN_S)
         nodes = self._nodes
-        return decide_next(
-            starts, left_s, bool(self._requeue), nodes.spares, nodes.explain_node_shortage()
+        return decide_next_step(
+            starts,
+            left_s,
+            bool(self._requeue_command),
+            nodes.num_spares,
+            nodes.explain_node_shortage(),
         )
 
     def _describe_decision(self, last: StartRecord, next_step: NextStep, reason: str) -> str:
@@ -281,7 +289,7 @@ class Supervisor:
 
     def _run_once(self) -> StartRecord:
         """Run the ranks once, and return how the start ended."""
-        old_stamp, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
+        old_stamp, from_step = _outcome_stamp(self._run_dir), _newest_checkpoint_step(self._run_dir)
         command, left_out = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
@@ -295,11 +303,11 @@ class Supervisor:
         }
         job_id = None if self._job is None else self._job.id
         if owner.has_run_ended(self._run_dir):  # otherwise this start will be refused
-            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **node_fields)
+            owner.write_start_file(self._run_dir, from_step=from_step, job=job_id, **node_fields)
             try:
                 code, lines = self._launch(command.environment, old_stamp)
             finally:
-                owner.forget_start(self._run_dir)
+                owner.remove_start_file(self._run_dir)
         else:
             code, lines = self._launch(command.environment, old_stamp)
         # A node on which Python is not found also exits with this code.
@@ -308,7 +316,7 @@ class Supervisor:
             code = EXIT_FAILED
         new_outcome = self._read_new_outcome(old_stamp)
         blames_nodes = bool(lines.find_suspects(False))
-        status, reason, exit_code, error = find_ending(
+        status, reason, exit_code, error = classify_ending(
             new_outcome, self._argv[0], code, blames_nodes
         )
         if status == _REFUSED_STATUS and (user := owner.find_owner(self._run_dir)) is not None:
@@ -316,7 +324,7 @@ class Supervisor:
         reason = self._end_reason(status, reason)
         end_of_job = ("SIGUSR1", "time limit", _PREEMPTION)
         asked_to_stop = self._stop_signal == signal.SIGUSR1 or reason in end_of_job
-        newest_step = _newest_step(self._run_dir)
+        newest_step = _newest_checkpoint_step(self._run_dir)
         start = StartRecord(
             *(from_step, newest_step, status, reason, exit_code, asked_to_stop, job_id),
             nodes=command.nodes,
@@ -342,7 +350,7 @@ class Supervisor:
         while _outcome_stamp(self._run_dir) == old_stamp and time.time() < until_s:
             time.sleep(_POLL_S)
         is_new = _outcome_stamp(self._run_dir) != old_stamp
-        return (outcome.read_ending(self._run_dir) if is_new else None) or {}
+        return (outcome.read_valid_outcome(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
         self, start: StartRecord, ending: Mapping[str, Any], lines: LauncherOutputParser
@@ -423,8 +431,8 @@ class Supervisor:
             # None: a starting run has removed the last outcome.json.
             if ended_s is None and _outcome_stamp(self._run_dir) not in (None, old_stamp):
                 ended_s, linger_s = now_s, self._launcher_linger_s()
-            left_s = None if self._end_s is None else self._end_s - now_s
-            if left_s is not None and left_s < self._leave_before_s and self._stop_signal is None:
+            left_s = None if self._job_end_s is None else self._job_end_s - now_s
+            if left_s is not None and left_s < self._exit_margin_s and self._stop_signal is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
             lingers = ended_s is not None and now_s - ended_s > linger_s
@@ -452,7 +460,7 @@ class Supervisor:
 
     def _requeue_job(self) -> int:
         try:
-            subprocess.run(self._requeue, check=True, timeout=_REQUEUE_LIMIT_S)
+            subprocess.run(self._requeue_command, check=True, timeout=_REQUEUE_LIMIT_S)
         except (OSError, subprocess.SubprocessError) as error:
             log.error(
                 "the job cannot be requeued (%s): submit it again", explain_command_failure(error)
@@ -478,7 +486,7 @@ def _outcome_stamp(run_dir: Path) -> tuple[int, int] | None:
     return stat.st_ino, stat.st_mtime_ns
 
 
-def _newest_step(run_dir: Path) -> int:
+def _newest_checkpoint_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
     names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
     return max((int(name) for name in names if name.isdigit()), default=0)
@@ -504,7 +512,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
         return None
     status, reason, exit_code = owner.find_start_ending(run_dir, start)
     fields = {"from_step": 0, "job": None, "asked": False, **start.fields}
-    fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
+    fields |= {"to_step": _newest_checkpoint_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
     try:
         return _START_ADAPTER.validate_python(fields)
@@ -515,7 +523,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
 def _record_unfinished_start(run_dir: Path, start: StartRecord) -> StartRecord:
     log.info("the previous start ended at step %d: %s", start.to_step, start.reason)
     _append_start(run_dir, start)
-    owner.forget_start(run_dir)
+    owner.remove_start_file(run_dir)
     return start
 
 

@@ -36,7 +36,7 @@ from hpc_tune.rundir.json_lines import AtomicAppender
 # TensorBoard's own writer has a thread that fails with a traceback if the file system refuses data.
 
 
-class EventFile:
+class TensorBoardEventFile:
     """One event file: framed ``Event`` messages, as TensorBoard reads them."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
@@ -109,7 +109,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunMetadata:
     """What a tracker records about a run besides its metrics.
 
     ``settings``: the whole dumped configuration; ``start_step``: where the run resumes from.
@@ -162,11 +162,11 @@ def require_trackers(run: RunSettings) -> None:
         )
 
 
-def open_trackers(run: RunSettings, facts: RunFacts) -> "Trackers":
+def open_trackers(run: RunSettings, run_metadata: RunMetadata) -> "Trackers":
     """Open the requested trackers; one that fails is reported and dropped."""
     trackers = Trackers()
     for name in list_trackers(run):
-        trackers.open(name, partial(OPENERS[name], facts))
+        trackers.open(name, partial(OPENERS[name], run_metadata))
     return trackers
 
 
@@ -177,30 +177,30 @@ class Trackers:
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, Tracker] = {}
+        self._trackers: dict[str, Tracker] = {}
 
     def open(self, name: str, make: Callable[[], Tracker]) -> None:
         """Add the tracker that ``make`` returns."""
         try:
-            self._open[name] = make()
+            self._trackers[name] = make()
         except Exception as error:
             _warn_of_failure(name, "cannot be opened", error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the values of one step to all trackers."""
-        for name, tracker in list(self._open.items()):
+        for name, tracker in list(self._trackers.items()):
             try:
                 tracker.write(step, scalars)
             except Exception as error:
-                del self._open[name]
+                del self._trackers[name]
                 _warn_of_failure(name, "fails", error)
                 with contextlib.suppress(Exception):
                     tracker.close()
 
     def close(self) -> None:
         """Close all trackers."""
-        while self._open:
-            name, tracker = self._open.popitem()
+        while self._trackers:
+            name, tracker = self._trackers.popitem()
             try:
                 tracker.close()
             except Exception as error:
@@ -210,19 +210,19 @@ class Trackers:
 class Wandb:
     """One W&B run per run directory: a resumed run continues it."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, run_metadata: RunMetadata) -> None:
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
-            dir=facts.dir,
-            id=_read_or_make_id(facts.dir / "wandb", lambda: secrets.token_hex(4)),
+            dir=run_metadata.dir,
+            id=_read_or_make_id(run_metadata.dir / "wandb", lambda: secrets.token_hex(4)),
             resume=None if mode == "offline" else "allow",
-            name=facts.name,
-            tags=facts.tags,
-            notes=facts.notes,
-            config=facts.settings | {"git_commit": facts.commit},
+            name=run_metadata.name,
+            tags=run_metadata.tags,
+            notes=run_metadata.notes,
+            config=run_metadata.settings | {"git_commit": run_metadata.commit},
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
                 init_timeout=_WANDB_TIMEOUT_S,
@@ -252,29 +252,29 @@ class Mlflow:
     A server that does not answer is given up after seconds; MLflow's default is minutes.
     """
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, run_metadata: RunMetadata) -> None:
         for name, value in _MLFLOW_ENV.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        self._metric, folder = Metric, facts.dir / "mlflow"
+        self._metric_class, folder = Metric, run_metadata.dir / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        self._run_id = _read_or_make_id(folder, lambda: self._create_run(facts))
-        for name, value in _mlflow_tags(facts).items():
+        self._run_id = _read_or_make_id(folder, lambda: self._create_run(run_metadata))
+        for name, value in _mlflow_tags(run_metadata).items():
             self._client.set_tag(self._run_id, name, value[:_MLFLOW_MAX_VALUE_CHARS])
-        self._client.update_run(self._run_id, status="RUNNING", name=facts.name)
+        self._client.update_run(self._run_id, status="RUNNING", name=run_metadata.name)
 
-    def _create_run(self, facts: RunFacts) -> str:
+    def _create_run(self, run_metadata: RunMetadata) -> str:
         """Create the run and return its id; its parameters cannot be changed later."""
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", DEFAULT_PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        run_id: str = self._client.create_run(id_, run_name=facts.name).info.run_id
-        items = flatten(facts.settings).items()
+        run_id: str = self._client.create_run(id_, run_name=run_metadata.name).info.run_id
+        items = flatten(run_metadata.settings).items()
         params = [Param(key, str(value)[:_MLFLOW_MAX_VALUE_CHARS]) for key, value in items]
         for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
             self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
@@ -283,7 +283,7 @@ class Mlflow:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the values of one step by name."""
         now_ms = int(1000 * time.time())
-        metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
+        metrics = [self._metric_class(name, value, now_ms, step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
@@ -299,14 +299,14 @@ _MLFLOW_ENV = {
 }
 
 
-def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
+def _mlflow_tags(run_metadata: RunMetadata) -> dict[str, str]:
     """Return the tags of a run; MLflow's own pages show the dotted ones."""
-    tags = {"tags": ", ".join(facts.tags)}
+    tags = {"tags": ", ".join(run_metadata.tags)}
     return tags | {
         name: text
         for name, text in (
-            ("mlflow.note.content", facts.notes),
-            ("mlflow.source.git.commit", facts.commit),
+            ("mlflow.note.content", run_metadata.notes),
+            ("mlflow.source.git.commit", run_metadata.commit),
             ("mlflow.source.name", DEFAULT_PROJECT),
         )
         if text
@@ -319,17 +319,17 @@ class Trackio:
     If trackio cannot write, it warns once by itself and continues.
     """
 
-    def __init__(self, facts: RunFacts) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str((facts.dir / "trackio").absolute()))
+    def __init__(self, run_metadata: RunMetadata) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((run_metadata.dir / "trackio").absolute()))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open a dashboard
             import trackio
 
             self._finish = trackio.finish
             self._run: Any = trackio.init(
                 os.environ.get("TRACKIO_PROJECT", DEFAULT_PROJECT),
-                name=facts.name,
-                resume="allow" if facts.start_step else "never",
-                config=_trackio_config(facts),
+                name=run_metadata.name,
+                resume="allow" if run_metadata.start_step else "never",
+                config=_trackio_config(run_metadata),
                 auto_log_gpu=False,
                 auto_log_cpu=False,
                 embed=False,
@@ -345,23 +345,31 @@ class Trackio:
             self._finish()
 
 
-def _trackio_config(facts: RunFacts) -> dict[str, Any]:
-    metadata = {"tags": ", ".join(facts.tags), "notes": facts.notes, "git_commit": facts.commit}
-    return flatten(facts.settings) | metadata
+def _trackio_config(run_metadata: RunMetadata) -> dict[str, Any]:
+    metadata = {
+        "tags": ", ".join(run_metadata.tags),
+        "notes": run_metadata.notes,
+        "git_commit": run_metadata.commit,
+    }
+    return flatten(run_metadata.settings) | metadata
 
 
-def _open_tensorboard(facts: RunFacts) -> Tracker:
-    file = EventFile(facts.dir / "tensorboard", facts.start_step)
-    metadata = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
-    rows = metadata | {"git commit": facts.commit} | flatten(facts.settings)
+def _open_tensorboard(run_metadata: RunMetadata) -> Tracker:
+    file = TensorBoardEventFile(run_metadata.dir / "tensorboard", run_metadata.start_step)
+    metadata = {
+        "name": run_metadata.name,
+        "tags": ", ".join(run_metadata.tags),
+        "notes": run_metadata.notes,
+    }
+    rows = metadata | {"git commit": run_metadata.commit} | flatten(run_metadata.settings)
     file.write_text(
-        facts.start_step,
+        run_metadata.start_step,
         "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),
     )
     return file
 
 
-OPENERS: dict[str, Callable[[RunFacts], Tracker]] = {
+OPENERS: dict[str, Callable[[RunMetadata], Tracker]] = {
     "tensorboard": _open_tensorboard,
     "wandb": Wandb,
     "mlflow": Mlflow,

@@ -31,7 +31,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import max_micro_rows, resolve
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import ModelSize, flops_per_token, measure
+from hpc_tune.step.size import ModelSize, flops_per_token, measure_model_size
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
@@ -114,7 +114,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     dtype = resolve_dtype(config.model.dtype, device)
     directory = resolve_model_directory(config.model.path)
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
-    size = measure(built.module)
+    size = measure_model_size(built.module)
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 60
     machine = Machine(comm.world.size, 1, room, 0)  # no search for copies within nodes
     resolved = resolve(config.parallel, size, built.config, machine)

@@ -264,10 +264,10 @@ def _flops_per_token(args: argparse.Namespace) -> float:
 
     from hpc_tune.config.tune import TuneConfig
     from hpc_tune.model.build import build
-    from hpc_tune.step.size import flops_per_token, measure
+    from hpc_tune.step.size import flops_per_token, measure_model_size
 
     built = build(args.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
-    return flops_per_token(measure(built.module), built.config, args.seq_len)
+    return flops_per_token(measure_model_size(built.module), built.config, args.seq_len)
 
 
 # -- the documents that all contenders get: read, spread, tokenized once

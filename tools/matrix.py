@@ -40,7 +40,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.stock_reference import UncheckableArchitecture, write_small_model
 from hpc_tune.packages import collect_frozen_garbage
-from hpc_tune.step.layout import staging_problems
+from hpc_tune.step.layout import pipeline_problems
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
 
@@ -276,7 +276,7 @@ def _find_refusal(name: str, proof: ArchitectureCheck, layout: str, directory: P
     if layout == "tensor":
         return next(iter(slicing_problems(config, 2)), "") or proof.tensor
     num_blocks = config.num_hidden_layers
-    return next(iter(staging_problems(config, num_blocks, 2, 1)), "") or proof.pipeline
+    return next(iter(pipeline_problems(config, num_blocks, 2, 1)), "") or proof.pipeline
 
 
 def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str], str]:

@@ -13,9 +13,9 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import process_bytes
+from hpc_tune.plan.memory_model import process_bytes_on_device
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
-from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
+from hpc_tune.plan.step_time import ComputeTimes, Network, StepTime, StepWork, step_time
 from hpc_tune.step.layout import Layout, describe_axes, list_divisors, row_sharing_problems
 from hpc_tune.step.size import static_bytes
 
@@ -59,7 +59,7 @@ def predict_candidates(
     batch: BatchConfig,
     work: StepWork,
     machine: Machine,
-    compute: Compute,
+    compute: ComputeTimes,
     network: Network,
 ) -> list[Candidate]:
     """Return the layouts, each in its fastest order of ranks, sorted by ``penalized_s``.
@@ -69,7 +69,10 @@ def predict_candidates(
     candidates = []
     orders_of = functools.cache(functools.partial(rank_orders, network))
     for layout in layouts:
-        if static_bytes(work.size, layout) + process_bytes(machine) > machine.bytes_per_rank:
+        if (
+            static_bytes(work.size, layout) + process_bytes_on_device(machine)
+            > machine.bytes_per_rank
+        ):
             continue
         reshard = choose_reshard(parallel, work.size, layout, machine.bytes_per_rank)
         settings = parallel.model_copy(update={"reshard": reshard})
@@ -169,12 +172,12 @@ def ring_order(network: Network) -> tuple[int, ...]:
     """Return all ranks, rank 0 first, in an order whose ring has no needlessly slow link."""
     size = len(network.nodes)
 
-    def gathers_s(ranks: Sequence[int]) -> float:
+    def gather_s(ranks: Sequence[int]) -> float:
         return network.collective_s("all_gather", [ranks], 1.0)
 
     launch_order = tuple(range(size))
-    best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gathers_s)
-    return best if gathers_s(best) < _REORDER_TIME_RATIO * gathers_s(launch_order) else launch_order
+    best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gather_s)
+    return best if gather_s(best) < _REORDER_TIME_RATIO * gather_s(launch_order) else launch_order
 
 
 def _slowest_link_rate(ranks: Sequence[int], network: Network) -> float:

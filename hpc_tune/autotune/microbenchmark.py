@@ -24,15 +24,15 @@ from hpc_tune.engine.adamw_8bit import make_optimizer
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.policy import MEASURED_STATE_SHARE
+from hpc_tune.memory.policy import MEASURED_STATE_MEMORY_SHARE
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.resolve import ModelShape
-from hpc_tune.plan.step_time import Compute, Network, tensor_axis_time
+from hpc_tune.plan.step_time import ComputeTimes, Network, tensor_axis_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import BACKWARD_ALL_REDUCES, FORWARD_ALL_REDUCES
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import STATE_COPIES, ModelSize, measure
+from hpc_tune.step.size import STATE_COPIES, ModelSize, measure_model_size
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -61,7 +61,7 @@ class BlockModels:
     ) -> None:
         """Measure on the ranks of ``comm``, each with ``room`` bytes of memory."""
         self.comm, self.parallel, self._seq_len = comm, parallel, seq_len
-        self._shape, self.optim, self._room = shape, optim, room
+        self._shape, self.optim, self._available_bytes = shape, optim, room
 
     def engine(self, num_blocks: int, layout: Layout) -> NativeEngine:
         """Return an engine of ``num_blocks`` blocks. Collective.
@@ -87,8 +87,8 @@ class BlockModels:
     def _build_model(self, num_blocks: int, folder: Path) -> BuiltModel:
         shape = self._shape.with_blocks(num_blocks, folder)
         built_model, itemsize = shape.build(), shape.dtype.itemsize
-        size, model = measure(built_model.module), built_model.config
-        _require_memory(size, self._room)
+        size, model = measure_model_size(built_model.module), built_model.config
+        _require_memory(size, self._available_bytes)
         head = model.vocab_size * model.hidden_size * itemsize
         self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head is gathered once
         return built_model
@@ -108,7 +108,7 @@ def measure_compute(
     network: Network,
     order: Sequence[int],
     allow_tensor_parallel: bool,
-) -> Compute:
+) -> ComputeTimes:
     """Measure this model's blocks on these ranks; every rank returns the same result. Collective.
 
     ``rows``: of a micro-batch; ``network``: the measured links; ``order``: the ranks of
@@ -136,11 +136,13 @@ def measure_compute(
         unshard_s = max(unshard_s, extra_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and allow_tensor_parallel:
-        sync_s = _sliced_all_reduce_s(models, batch, seconds[MORE_BLOCKS], network, order)
+        sync_s = _sliced_all_reduce_overhead_s(models, batch, seconds[MORE_BLOCKS], network, order)
     if sync_s is None:
-        sync_s = _small_all_reduce_s(comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES))
+        sync_s = _small_all_reduce_overhead_s(
+            comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES)
+        )
     tokens = batch.num_tokens
-    return Compute(
+    return ComputeTimes(
         block_s=block_s / tokens,
         head_s=max(0.0, seconds[FEW_BLOCKS] - FEW_BLOCKS * block_s) / tokens,
         update_s=_update_s_per_value(comm, models.optim),
@@ -154,7 +156,7 @@ def measure_compute(
 
 def _require_memory(size: ModelSize, room: int) -> None:
     needed_bytes = size.frozen_bytes + STATE_COPIES * size.trained_bytes
-    if needed_bytes > MEASURED_STATE_SHARE * room:
+    if needed_bytes > MEASURED_STATE_MEMORY_SHARE * room:
         raise ConfigError(
             f"parallel.layout=auto: measuring {MORE_BLOCKS} decoder blocks of this model takes "
             f"{format_bytes(needed_bytes)}, too much for the {format_bytes(room)} available; set "
@@ -200,11 +202,11 @@ def _update_s_per_value(comm: Comm, optim: OptimConfig) -> float:
 def _unshard_s_per_byte(comm: Comm) -> float:
     """Return the seconds per byte to allocate two buffers, zero one and copy it to the other."""
 
-    def copy() -> None:
+    def zero_and_copy() -> None:
         buffer = torch.zeros(_BUFFER_VALUES, device=comm.device)
         torch.empty_like(buffer).copy_(buffer)
 
-    return _slowest_rank_s(copy, comm) / (4 * _BUFFER_VALUES)
+    return _slowest_rank_s(zero_and_copy, comm) / (4 * _BUFFER_VALUES)
 
 
 def _host_copy_s_per_byte(comm: Comm) -> float:
@@ -216,7 +218,7 @@ def _host_copy_s_per_byte(comm: Comm) -> float:
     return _slowest_rank_s(lambda: pinned.copy_(values, non_blocking=True), comm) / values.nbytes
 
 
-def _sliced_all_reduce_s(
+def _sliced_all_reduce_overhead_s(
     models: BlockModels, batch: Batch, unsliced_s: float, network: Network, order: Sequence[int]
 ) -> float | None:
     """Return the seconds that a small all-reduce adds, measured in blocks sliced over all ranks.
@@ -237,7 +239,7 @@ def _sliced_all_reduce_s(
     return max(0.0, measured_s - expected_s) / messages.num_messages
 
 
-def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
+def _small_all_reduce_overhead_s(comm: Comm, work_s: float) -> float:
     """Return the seconds that a small all-reduce adds after ``work_s`` seconds of work."""
     if comm.world.size == 1:
         return 0.0
@@ -246,7 +248,7 @@ def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
     multiply = partial(torch.mm, matrix, matrix)
     num_matmuls = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
 
-    def time_products(include_all_reduce: bool) -> float:
+    def time_matmuls(include_all_reduce: bool) -> float:
         def work() -> None:
             for _ in range(num_matmuls):
                 multiply()
@@ -255,4 +257,4 @@ def _small_all_reduce_s(comm: Comm, work_s: float) -> float:
 
         return _slowest_rank_s(work, comm)
 
-    return max(0.0, time_products(True) - time_products(False))
+    return max(0.0, time_matmuls(True) - time_matmuls(False))

@@ -37,7 +37,7 @@ from hpc_tune.config.constraints import (
 from hpc_tune.config.load import write_resolved_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.context_parallel import try_sharing_attention
+from hpc_tune.engine.context_parallel import try_parallelizing_attention
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_host_limit, trim_heap
@@ -47,13 +47,13 @@ from hpc_tune.model.config_json import refuse_weightless_shape
 from hpc_tune.model.experts import require_shardable_experts
 from hpc_tune.model.language import read_language_config
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine, detect_machine, run_plan
-from hpc_tune.plan.memory_model import upper_bound_bytes, upper_bound_fits
+from hpc_tune.plan.memory_model import fits_without_plan, max_step_bytes
 from hpc_tune.plan.report import MemoryPlan, make_plan
 from hpc_tune.plan.resolve import min_micro_rows, open_shape, planned_dtype, resolve, with_layout
-from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
+from hpc_tune.plan.step_time import ComputeTimes, Network, StepTime, StepWork, step_time
 from hpc_tune.probe.links import Link, Links, describe_links, measure_collectives, measure_pairs
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, flops_per_token, measure, static_bytes
+from hpc_tune.step.size import ModelSize, flops_per_token, measure_model_size, static_bytes
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import regroup
 from hpc_tune.world.comm import Comm
@@ -62,7 +62,7 @@ from hpc_tune.world.comm import Comm
 #
 # a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
 
-_LINKS_ADAPTER, _COMPUTE_ADAPTER = TypeAdapter(Links), TypeAdapter(Compute | None)
+_LINKS_ADAPTER, _COMPUTE_ADAPTER = TypeAdapter(Links), TypeAdapter(ComputeTimes | None)
 _SYNC_S = 50e-6
 _ACHIEVED_FLOPS_FRACTION = 0.4  # of a data sheet's flops that training reaches
 
@@ -73,7 +73,7 @@ class Measurements:
 
     nodes: tuple[int, ...]
     links: Links
-    compute: Compute | None = None
+    compute: ComputeTimes | None = None
 
     def to_json(self) -> str:
         """Return the measurements as JSON for ``plan --measured``."""
@@ -81,7 +81,7 @@ class Measurements:
         compute = asdict(self.compute) if self.compute else None
         return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
 
-    def link_positions(self, ranks: Sequence[int]) -> list[int]:
+    def positions_in_link_order(self, ranks: Sequence[int]) -> list[int]:
         """Return the positions of these ranks in the order of ``links``."""
         order = self.links.order
         return list(ranks) if order is None else [order.index(rank) for rank in ranks]
@@ -124,12 +124,12 @@ def measurements_from_data_sheet(cluster: Cluster, nodes: int, node_ranks: int) 
     if nodes > 1:
         speed = cluster.inter_node_latency_s, cluster.inter_node_bytes_per_s
         pairs.append(Link((0, node_ranks), (0, 1), *speed))
-    return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.lanes))
+    return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.cards_per_node))
 
 
 def compute_from_data_sheet(
     cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
-) -> Compute:
+) -> ComputeTimes:
     """Return how fast a cluster's ranks compute, at ``_ACHIEVED_FLOPS_FRACTION`` of its flops."""
     head_flops = (6 if size.is_fully_trained else 4) * model.vocab_size * model.hidden_size
     token_flops = flops_per_token(size, model, seq_len)
@@ -137,7 +137,7 @@ def compute_from_data_sheet(
     flops_per_s = _ACHIEVED_FLOPS_FRACTION * cluster.flops
     # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
-    return Compute(
+    return ComputeTimes(
         block_s=block_flops / flops_per_s,
         head_s=head_flops / flops_per_s,
         update_s=28 * memory_s,
@@ -157,7 +157,7 @@ _CLUSTER_NAMES = "|".join(CLUSTERS)
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The result. ``rows``: the fastest that fits, then slower ones. ``unfit``: faster ones.
+    """The result. ``rows``: the fastest that fits, then slower ones. ``unfit_rows``: faster ones.
 
     ``layout_without_auto``: what would run without auto. ``single_rank``: one rank alone. Each is
     None if not allowed, or if weights, gradients and optimizer state exceed a rank's memory.
@@ -165,7 +165,7 @@ class LayoutChoice:
     """
 
     rows: list[Candidate]
-    unfit: list[Candidate]
+    unfit_rows: list[Candidate]
     layout_without_auto: Candidate | None
     single_rank: Candidate | None
     num_ranks: int
@@ -222,7 +222,7 @@ def search_layout(
     model, seed = config.model, config.train.seed
     with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         built = shape.build()
-        size = measure(built.module, config.optim.is_8bit)
+        size = measure_model_size(built.module, config.optim.is_8bit)
     compute = measurements.compute
     recomputes = parallel.recompute == "full"
     if compute is None and cluster is not None:
@@ -241,13 +241,13 @@ def search_layout(
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = parallel.context == 1 and allows_context_parallel(parallel, config.train)
     variants: tuple[list[Layout], list[Layout]] = ([], [])
-    if may_share := may_share and try_sharing_attention(built.module):
+    if may_share := may_share and try_parallelizing_attention(built.module):
         near_ranks = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
         variants = row_sharing_layouts(layouts, built.config, work.global_rows, near_ranks)
     common_arguments = parallel, config.batch, work, machine, compute, network
     legal = predict_candidates(layouts + variants[0], *common_arguments)
 
-    def plan_of(candidate: Candidate) -> MemoryPlan:
+    def plan_memory(candidate: Candidate) -> MemoryPlan:
         update = {"parallel": with_layout(parallel, candidate.layout)}
         used = _restrict_machine(machine, [measurements.nodes[rank] for rank in candidate.ranks])
         return make_plan(config.model_copy(update=update), used)
@@ -258,14 +258,14 @@ def search_layout(
         return replace(candidate, micro_rows=rows, time=time)
 
     rows_of = with_micro_rows if config.batch.micro_size == "auto" else None
-    search = _LayoutSearch(work, machine, num_ranks, parallel, plan_of, rows_of)
+    search = _LayoutSearch(work, machine, num_ranks, parallel, plan_memory, rows_of)
     predict_more = partial(predict_candidates, variants[1], *common_arguments)
-    rows, unfit = search.select_fastest_candidates(legal, predict_more)
+    rows, unfit_rows = search.select_fastest_candidates(legal, predict_more)
     layout = resolve(parallel, size, built.config, machine, num_ranks).layout
     default = next((c for c in legal if c.layout == layout), None)
     single_rank = next((c for c in legal if c.layout.size == 1), None)
     sharing_reason = _explain_row_sharing(rows[0].layout, work.global_rows) if may_share else ""
-    return LayoutChoice(rows, unfit, default, single_rank, num_ranks, sharing_reason)
+    return LayoutChoice(rows, unfit_rows, default, single_rank, num_ranks, sharing_reason)
 
 
 def _explain_row_sharing(best: Layout, num_rows: int) -> str:
@@ -286,8 +286,8 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
         if candidate is not None and all(row.layout != candidate.layout for row in shown_rows):
             lines.append(_format_row(candidate, note))
             shown_rows.append(candidate)
-    lines += [_format_row(row, "does not fit") for row in choice.unfit[:MAX_SHOWN_LAYOUTS]]
-    if (num_hidden := len(choice.unfit) - MAX_SHOWN_LAYOUTS) > 0:
+    lines += [_format_row(row, "does not fit") for row in choice.unfit_rows[:MAX_SHOWN_LAYOUTS]]
+    if (num_hidden := len(choice.unfit_rows) - MAX_SHOWN_LAYOUTS) > 0:
         lines.append(f"        and {num_hidden} more, none of which fits")
     reasons = [choice.sharing_reason] if choice.sharing_reason else []
     if default and single_rank and default.time.seconds > single_rank.time.seconds:
@@ -348,7 +348,7 @@ class _PlannedCandidate:
         if holds_more or layout.expert != other_layout.expert:
             return 0
         axes = ("tensor", "pipeline", "context")
-        split_ratio = other_layout.size_of(axes) / layout.size_of(axes)
+        split_ratio = other_layout.group_size(axes) / layout.group_size(axes)
         return static_bytes(size, other_layout) + int(self.non_static_bytes / max(1.0, split_ratio))
 
 
@@ -356,7 +356,7 @@ class _PlannedCandidate:
 class _LayoutSearch:
     """Plans candidates, the fastest first, until one fits; each plan bounds the memory of others.
 
-    ``plan_of`` takes half a minute for a 70B model. ``with_micro_rows`` predicts a candidate's time
+    ``plan_memory`` takes half a minute for a 70B model. ``with_micro_rows`` predicts a candidate's time
     with smaller micro-batches; None if their size is set.
     """
 
@@ -364,9 +364,9 @@ class _LayoutSearch:
     machine: Machine
     num_ranks: int
     parallel: ParallelConfig
-    plan_of: Callable[[Candidate], MemoryPlan]
+    plan_memory: Callable[[Candidate], MemoryPlan]
     with_micro_rows: Callable[[Candidate, int], Candidate] | None
-    planned: list[_PlannedCandidate] = field(default_factory=list)
+    plans: list[_PlannedCandidate] = field(default_factory=list)
 
     def select_fastest_candidates(
         self, legal: Sequence[Candidate], predict_more: Callable[[], Sequence[Candidate]]
@@ -379,28 +379,28 @@ class _LayoutSearch:
         Raises:
             ConfigError: if no candidate fits.
         """
-        rows, unfit = self._split_by_fit(legal)
+        rows, unfit_rows = self._split_by_fit(legal)
         if not rows:
             more_candidates = predict_more()
             legal = [*legal, *more_candidates]
             rows, more_unfit = self._split_by_fit(more_candidates)
-            unfit += more_unfit
+            unfit_rows += more_unfit
         if not rows:
             raise ConfigError(self._explain_no_fit(len(legal)))
-        return sorted(rows, key=self._penalized_s), unfit
+        return sorted(rows, key=self._penalized_s), unfit_rows
 
     def _split_by_fit(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         rows: list[Candidate] = []
-        unfit: list[Candidate] = []
+        unfit_rows: list[Candidate] = []
         for candidate in legal:
             best = min((self._penalized_s(row) for row in rows if row.fits), default=math.inf)
             if self._penalized_s(candidate) < best:
                 predicted_row = self._predict_memory(candidate)
-                (rows if predicted_row.fits else unfit).append(predicted_row)
+                (rows if predicted_row.fits else unfit_rows).append(predicted_row)
             elif len(rows) < MAX_SHOWN_LAYOUTS:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
-        return rows, unfit
+        return rows, unfit_rows
 
     def _penalized_s(self, candidate: Candidate) -> float:
         return candidate.penalized_s(self.num_ranks)
@@ -410,19 +410,19 @@ class _LayoutSearch:
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
         tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
-        upper = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
+        upper = max_step_bytes(work.size, layout, work.model, tokens, machine)
         # With sharded experts, sent tokens are copied too.
-        if layout.expert == 1 and upper_bound_fits(upper, machine):
+        if layout.expert == 1 and fits_without_plan(upper, machine):
             return replace(candidate, memory=f"< {format_bytes(upper)}", fits=True)
-        lower = max((p.lower_bound_bytes(candidate, work.size) for p in self.planned), default=0)
+        lower = max((p.lower_bound_bytes(candidate, work.size) for p in self.plans), default=0)
         if lower > room:
             return replace(candidate, memory=f"> {format_bytes(lower)}", fits=False)
         log.info("auto    planning %s", candidate)
-        plan = self.plan_of(candidate)
+        plan = self.plan_memory(candidate)
         steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         non_static_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
+        self.plans.append(_PlannedCandidate(candidate, non_static_bytes, plan.advice))
         fitting_rows = plan.tokens_that_fit // work.seq_len
         if self.with_micro_rows and 0 < fitting_rows < candidate.micro_rows:
             candidate = self.with_micro_rows(candidate, 1 << (fitting_rows.bit_length() - 1))
@@ -430,9 +430,9 @@ class _LayoutSearch:
 
     def _explain_no_fit(self, num_legal: int) -> str:
         room = format_bytes(self.machine.bytes_per_rank)
-        if self.planned:
+        if self.plans:
             size = self.work.size
-            best = min(self.planned, key=lambda p: p.lower_bound_bytes(p.candidate, size))
+            best = min(self.plans, key=lambda p: p.lower_bound_bytes(p.candidate, size))
             smallest_need = format_bytes(best.lower_bound_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
@@ -503,7 +503,9 @@ def measure_and_choose_layout(config: RunConfig, world: Comm) -> tuple[Candidate
     for line in lines:
         log.info("%s", line)
     best = replace(best, links=describe_links(measurements.links))
-    return best, regroup(ring_comm, measurements.link_positions(best.ranks), config.run.timeout)
+    return best, regroup(
+        ring_comm, measurements.positions_in_link_order(best.ranks), config.run.timeout
+    )
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
@@ -552,7 +554,7 @@ def choose_layout_on_rank_0(
         ConfigError: if no layout is possible or fits, or the choice takes longer.
     """
 
-    def ask() -> str:
+    def run_plan_command() -> str:
         with tempfile.TemporaryDirectory() as folder:
             file, settings = Path(folder) / "measured.json", Path(folder) / "config.yaml"
             file.write_text(measurements.to_json(), encoding="utf-8")
@@ -571,7 +573,7 @@ def choose_layout_on_rank_0(
             raise ConfigError(message or default)
         return result.stdout
 
-    return choice_from_json(comm.run_on_rank_0("choosing the layout", ask))
+    return choice_from_json(comm.run_on_rank_0("choosing the layout", run_plan_command))
 
 
 def compare_step_times(candidate: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_tune.config.tune import match_patterns
-from hpc_tune.model.experts import AdaptedTensor, has_experts, map_adapter_layers_to_stacks
+from hpc_tune.model.experts import AdaptedExpertStack, has_experts, map_adapter_layers_to_stacks
 from hpc_tune.model.language import (
     find_model_file_layout,
     make_language_model,
@@ -41,10 +41,10 @@ from hpc_tune.model.weights import (
 if TYPE_CHECKING:
     from hpc_tune.model.adapters import Targets
 
-_BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
+_BLOCK_PREFIX = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
-def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedExpertStack]:
     """Return the stacks of experts in a model directory, by the name of the adapter layer on each.
 
     Empty for a dense model. The layers are named as in the whole model.
@@ -53,7 +53,7 @@ def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
 
 
 @functools.cache
-def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedExpertStack]:
     language = make_language_model(read_config(base), base, torch.float32, None)
     name_in_whole = language.names.whole_model_name
     return {
@@ -70,10 +70,10 @@ def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
     return sorted({adapted_layer(name) for name in ignored_names})
 
 
-def mixture_targets(
+def make_peft_targets(
     index: TensorIndex,
     layers: Sequence[str],
-    stacks: Mapping[str, AdaptedTensor],
+    stacks_by_layer: Mapping[str, AdaptedExpertStack],
     taken_names: Collection[str],
 ) -> "Targets":
     """Return the targets, by names that peft matches with exactly these ``layers``.
@@ -85,9 +85,9 @@ def mixture_targets(
     modules, parameters, stack_modules, rank = set(), set(), set(), 0
     weight_layers = []
     for layer in layers:
-        layer_path = _BLOCK.sub("", layer)
-        if (stack := stacks.get(layer)) is not None:
-            tensor = _BLOCK.sub("", stack.tensor)
+        layer_path = _BLOCK_PREFIX.sub("", layer)
+        if (stack := stacks_by_layer.get(layer)) is not None:
+            tensor = _BLOCK_PREFIX.sub("", stack.tensor)
             parameters.add(tensor)
             stack_modules.add(tensor.rpartition(".")[0])
             rank = index.shapes[f"{ADAPTER_PREFIX}{layer}{LORA_A}"][0] // stack.num_experts
@@ -134,22 +134,22 @@ class _ExpertMatrix:
 class PerExpertAdapter:
     """An adapter to write: its tensors, and the layers that they adapt.
 
-    ``layers`` maps the path of a layer in the files to that in the whole model; ``expert_layers``
+    ``layers`` maps the path of a layer in the files to that in the whole model; ``matrix_suffixes``
     are the last parts of the names of the experts' matrices.
     """
 
     regions: list[Region]
     layers: dict[str, str]
-    expert_layers: set[str]
+    matrix_suffixes: set[str]
 
     def write(self, peft_folder: Path, out: Path) -> None:
         """Write the adapter into ``out``, with the settings of ``peft_folder``, its peft export."""
         write_regions(out / ADAPTER_FILE, self.regions)
         config = json.loads((peft_folder / "adapter_config.json").read_text(encoding="utf-8"))
-        text = json.dumps(self._change_config(config), indent=2)
+        text = json.dumps(self._make_per_expert_config(config), indent=2)
         (out / "adapter_config.json").write_text(text, encoding="utf-8")
 
-    def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _make_per_expert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return peft's ``config`` for single layers instead of stacks, with the same scales.
 
         Ranks and alphas other than ``r`` and ``lora_alpha`` are given by the layers' paths in the
@@ -157,7 +157,7 @@ class PerExpertAdapter:
         """
         ranks, alphas = (config.pop(key, {}) for key in ("rank_pattern", "alpha_pattern"))
         stack = next(name for name in config.pop("target_parameters") if name in ranks)
-        experts = rf"experts\.\d+\.({'|'.join(sorted(self.expert_layers))})"
+        experts = rf"experts\.\d+\.({'|'.join(sorted(self.matrix_suffixes))})"
         new_ranks, new_alphas = {experts: ranks[stack]}, {experts: alphas[stack]}
         for stored_layer, layer in sorted(self.layers.items()):
             new_ranks[stored_layer] = _first_match(ranks, layer, config["r"])
@@ -166,7 +166,7 @@ class PerExpertAdapter:
             config["lora_alpha"] *= math.sqrt(config["r"])
             new_alphas = {key: a * math.sqrt(new_ranks[key]) for key, a in new_alphas.items()}
         names = {stored_layer.rpartition(".")[2] for stored_layer in self.layers}
-        config["target_modules"] = sorted(names | self.expert_layers)
+        config["target_modules"] = sorted(names | self.matrix_suffixes)
         for key, new, common in (
             ("rank_pattern", new_ranks, config["r"]),
             ("alpha_pattern", new_alphas, config["lora_alpha"]),
@@ -180,7 +180,7 @@ def _first_match(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
     return next((patterns[key] for key in match_patterns(patterns, layer)), default)
 
 
-def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
+def split_adapter_by_expert(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     """Return the adapter of a checkpoint's ``index``, split into single experts.
 
     None if it has no adapters on experts, or no names are known for single experts.
@@ -190,13 +190,13 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     adapter = PerExpertAdapter([], {}, set())
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
         layer, stored_name = adapted_layer(name), name
-        if (stack := storage.stacks.get(layer)) is not None:
+        if (stack := storage.stacks_by_layer.get(layer)) is not None:
             if not (matrices := list(_iterate_expert_matrices(stack, storage.index))):
                 return None
             adapter.regions.extend(
                 _expert_region(index, name, stack, matrix, read_tensor) for matrix in matrices
             )
-            adapter.expert_layers.update(matrix.layer.rpartition(".")[2] for matrix in matrices)
+            adapter.matrix_suffixes.update(matrix.layer.rpartition(".")[2] for matrix in matrices)
             continue
         if layer:
             stored_layer = storage.names.renamed_tensors.get(f"{layer}.weight", layer).removesuffix(
@@ -206,13 +206,15 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
             stored_name = (
                 f"{ADAPTER_PREFIX}{stored_layer}{name.removeprefix(ADAPTER_PREFIX + layer)}"
             )
-        shape, values = index.shapes[name], functools.partial(read_tensor, name)
-        adapter.regions.append(Region.cover_tensor(stored_name, index.dtypes[name], shape, values))
-    return adapter if adapter.expert_layers else None
+        shape, read_values = index.shapes[name], functools.partial(read_tensor, name)
+        adapter.regions.append(
+            Region.cover_tensor(stored_name, index.dtypes[name], shape, read_values)
+        )
+    return adapter if adapter.matrix_suffixes else None
 
 
 def _iterate_expert_matrices(
-    stack: AdaptedTensor, base_index: TensorIndex
+    stack: AdaptedExpertStack, base_index: TensorIndex
 ) -> Iterator[_ExpertMatrix]:
     """Yield the matrices of the experts of a stack; none if their names are unknown."""
     joined_tensor = base_index.joined_tensors.get(stack.tensor)
@@ -239,7 +241,7 @@ def _iterate_expert_matrices(
 def _expert_region(
     index: TensorIndex,
     name: str,
-    stack: AdaptedTensor,
+    stack: AdaptedExpertStack,
     matrix: _ExpertMatrix,
     read: Callable[[str], torch.Tensor],
 ) -> Region:
@@ -249,7 +251,7 @@ def _expert_region(
     num_outputs = len(range(*matrix.outputs.indices(rows)))
     shape = (ranks, columns) if is_a else (num_outputs, ranks)
 
-    def values() -> torch.Tensor:
+    def read_values() -> torch.Tensor:
         all_experts = read(name)
         if is_a:
             return all_experts.view(stack.num_experts, ranks, columns)[matrix.expert]
@@ -257,4 +259,4 @@ def _expert_region(
         return expert_b[matrix.outputs].contiguous()
 
     stored_name = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
-    return Region.cover_tensor(stored_name, index.dtypes[name], shape, values)
+    return Region.cover_tensor(stored_name, index.dtypes[name], shape, read_values)

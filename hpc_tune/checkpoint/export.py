@@ -18,16 +18,16 @@ import torch
 from hpc_tune.checkpoint.expert_adapters import (
     find_adapted_stacks,
     layers_ignored_by_peft,
-    mixture_targets,
-    split_experts,
+    make_peft_targets,
+    split_adapter_by_expert,
 )
 from hpc_tune.checkpoint.export_metadata import (
     CARD_FILE,
     CONFIG_FILE,
-    OTHER_TEMPLATES,
+    OTHER_TEMPLATES_FOLDER,
     read_rope_scaling,
     write_adapter_config,
-    write_chat_template,
+    write_chat_templates,
     write_model_card,
 )
 from hpc_tune.checkpoint.merge import MergedModel
@@ -61,18 +61,18 @@ GGUF_FILE = "model.gguf"
 _COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
 _EXPORT_SUFFIXES = (*_COMPANION_SUFFIXES, ".safetensors", ".gguf")
 # Prefixes of a tokenizer's files: those of a vocabulary outside tokenizer.json, and all of them.
-_VOCABULARY_FILES = (
+_VOCABULARY_PREFIXES = (
     *("vocab", "merges", "spiece", "sentencepiece", "spm", "bpe.codes", "dict.txt", "byte_maps"),
     *("tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"),
 )
-_TOKENIZER_FILES = (
-    *_VOCABULARY_FILES,
+_TOKENIZER_PREFIXES = (
+    *_VOCABULARY_PREFIXES,
     "tokenizer",
     "special_tokens_map",
     "added_tokens",
     "chat_template",
 )
-_LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # within a larger model
+_LANGUAGE_PREFIX = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # within a larger model
 
 
 def export_adapter(
@@ -93,12 +93,12 @@ def export_adapter(
     with replace_folder(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
-        write_chat_template(template, base, temporary)
+        write_chat_templates(template, base, temporary)
         names = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
-        is_whole_model = any(map(_LANGUAGE_MODEL.match, names))
+        is_whole_model = any(map(_LANGUAGE_PREFIX.match, names))
         write_model_card(checkpoint, base, temporary, "adapter", is_whole_model)
     stacks = find_adapted_stacks(base)
-    _warn_scales(index, tune, out)
+    _warn_of_nonstandard_scales(index, tune, out)
     if ignored_layers := layers_ignored_by_peft(index, base) if stacks else []:
         log.warning(
             "peft does not load %d of the adapters in %s, such as that of %s: for this kind of "
@@ -110,7 +110,7 @@ def export_adapter(
     return out
 
 
-def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
+def _warn_of_nonstandard_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
     """Warn of scales other than alpha / rank, which most programs except peft do not support."""
     scales = {tune.adapter_scale(layer) for layer in map(adapted_layer, index.shapes) if layer}
     if scales - {tune.alpha / tune.rank}:
@@ -130,13 +130,13 @@ def _export_per_expert(
 ) -> None:
     """Write the adapter in ``peft_folder`` again, split into experts, to a folder beside it."""
     out = peft_folder.with_name(peft_folder.name + PER_EXPERT_SUFFIX)
-    if (adapter := split_experts(index_checkpoint(checkpoint), base)) is None:
+    if (adapter := split_adapter_by_expert(index_checkpoint(checkpoint), base)) is None:
         log.warning("%s is not written: no names are known for single experts of this model", out)
         return
     with replace_folder(out, base) as temporary:
         adapter.write(peft_folder, temporary)
         copy_tokenizer(base, temporary)
-        write_chat_template(template, base, temporary)
+        write_chat_templates(template, base, temporary)
         write_model_card(checkpoint, base, temporary, "per-expert")
     log.info("the same adapter split into single experts, as vLLM reads most families: %s", out)
 
@@ -166,9 +166,9 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     targets = Targets(tune.targets)
     if stacks:  # a layer named by its weight has no DoRA
         taken_names = find_peft_stack_names(base) if tune.method == "dora" else EXPERT_LAYER_NAMES
-        targets = mixture_targets(index, layers, stacks, taken_names)
+        targets = make_peft_targets(index, layers, stacks, taken_names)
     config = make_lora_config(tune, targets)
-    prefix_match = _LANGUAGE_MODEL.match(layers[0]) if layers else None
+    prefix_match = _LANGUAGE_PREFIX.match(layers[0]) if layers else None
     if targets.parameters:
         config.lora_dropout = 0.0  # else peft refuses parameters; a loaded adapter has no dropout
     elif "all-linear" in tune.targets or prefix_match:
@@ -229,13 +229,13 @@ def export_merged(
             _write_rope_scaling(temporary / "config.json", base, scaling)
         if merged_model.changes_dtypes:
             _describe_merged_weights_in_config(temporary / "config.json", dtype)
-        write_chat_template(template, base, temporary)
+        write_chat_templates(template, base, temporary)
         write_model_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
 
 
-def pack_adapter(
+def assemble_adapter_folder(
     folder: Path, names: Sequence[str], tune: TuneConfig, base: Path
 ) -> list[WrittenFile]:
     """Turn the files ``names`` of an unfinished checkpoint into its ``adapter`` folder; return what
@@ -261,7 +261,7 @@ def pack_adapter(
     return [replace(file, name=f"{ADAPTER_FOLDER}/{file.name}") for file in (weights, config)]
 
 
-def merge_bytes(largest_tensor_bytes: int) -> int:
+def estimate_merge_bytes(largest_tensor_bytes: int) -> int:
     """Return the bytes that merging needs at once: a tensor, a piece of a file, and transformers.
 
     transformers provides the tensor names of most models. If an adapter changes the largest tensor,
@@ -272,7 +272,7 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
 
 def require_merge_memory(merged_model: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
-    needed_bytes = merge_bytes(max(map(merged_model.tensor_bytes, merged_model.names)))
+    needed_bytes = estimate_merge_bytes(max(map(merged_model.tensor_bytes, merged_model.names)))
     limit = find_host_limit()
     room = spare_bytes(limit)
     if needed_bytes > room:
@@ -331,9 +331,11 @@ def copy_tokenizer(base: Path, out: Path) -> None:
     config.json, which an adapter's folder lacks, to find the tokenizer's class.
     """
     files = [
-        f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _accompanies_weights(f)
+        f
+        for f in base.iterdir()
+        if f.name.startswith(_TOKENIZER_PREFIXES) and _accompanies_weights(f)
     ]
-    has_vocabulary = any(file.name.startswith(_VOCABULARY_FILES) for file in files)
+    has_vocabulary = any(file.name.startswith(_VOCABULARY_PREFIXES) for file in files)
     if has_vocabulary and not (base / "tokenizer.json").is_file():
         load_tokenizer(base).save_pretrained(out)
     for file in files:
@@ -370,7 +372,7 @@ def _copy_without_auto_map(file: Path, out: Path) -> None:
     shutil.copyfile(file, out / file.name)
 
 
-def _is_export(out: Path) -> bool:
+def _is_empty_or_export(out: Path) -> bool:
     """Whether a folder is empty, or holds only weights and a model's small files."""
     if not out.is_dir():
         return False
@@ -379,7 +381,8 @@ def _is_export(out: Path) -> bool:
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(
-            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD_FILE, CONFIG_FILE, OTHER_TEMPLATES)
+            e.suffix in _EXPORT_SUFFIXES
+            or e.name in (CARD_FILE, CONFIG_FILE, OTHER_TEMPLATES_FOLDER)
             for e in entries
         )
     )
@@ -395,7 +398,7 @@ def replace_folder(out: Path, base: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     temporary = out.with_name(out.name + ".tmp")
-    if out.exists() and (out == base.resolve() or not _is_export(out)):
+    if out.exists() and (out == base.resolve() or not _is_empty_or_export(out)):
         raise ConfigError(
             f"{out} holds something that is not an export and would be lost; choose a folder "
             "that does not exist yet"

@@ -41,7 +41,7 @@ from hpc_tune.safe_yaml import load_yaml
 
 
 @dataclass(frozen=True)
-class BaseName:
+class BaseModelName:
     """``name``: for people; ``location``: what loads the model, a path or a hub name.
 
     ``revision``: the revision on the hub, if ``location`` is a hub name.
@@ -52,15 +52,15 @@ class BaseName:
     revision: str | None = None
 
 
-def find_base_name(base: Path) -> BaseName:
+def find_base_model_name(base: Path) -> BaseModelName:
     """Return the name of the base model in the folder ``base``, resolving links into the cache."""
     path = Path(os.path.abspath(base))
     for location in (path, path.resolve()):
         if (cache_entry := find_name_and_revision(location)) is not None:
             name, revision = cache_entry
-            return BaseName(name, name, revision)
+            return BaseModelName(name, name, revision)
     parts = (part for part in reversed(path.parts) if not CACHE_INTERNAL_NAME.fullmatch(part))
-    return BaseName(next(parts), str(path))
+    return BaseModelName(next(parts), str(path))
 
 
 # -- The model card, and the configuration of the training.
@@ -127,7 +127,7 @@ def write_model_card(
     config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
     tune, optim, run = config.tune, config.optim, config.run
     warmup = optim.num_warmup_steps(state.total_steps)
-    rows = {"base model": find_base_name(base).name, "method": str(tune.method)}
+    rows = {"base model": find_base_model_name(base).name, "method": str(tune.method)}
     if tune.method != "full":
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
         patterns = "".join(
@@ -175,7 +175,7 @@ def _format_card(
     summary: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, usage: str
 ) -> str:
     head = {
-        "base_model": find_base_name(base).name,
+        "base_model": find_base_model_name(base).name,
         **_read_license(base),
         "library_name": _LIBRARY[kind],
         "pipeline_tag": "text-generation",
@@ -285,7 +285,7 @@ def write_adapter_config(config: Any, base: Path, out: Path) -> None:
     Newer fields are left out if they have their default, which is how older versions behave. Whole
     numbers are written without a fraction: Ollama cannot read a lora_alpha of 32.0.
     """
-    base_name = find_base_name(base)
+    base_name = find_base_model_name(base)
     config.base_model_name_or_path, config.revision = base_name.location, base_name.revision
     config.inference_mode = True
     default = type(config)().to_dict()
@@ -313,10 +313,10 @@ def _to_json_types(value: Any) -> Any:
 # additional_chat_templates/*.jinja    the others
 
 
-TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE, OTHER_TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 
 
-def write_chat_template(template: str | None, base: Path, out: Path) -> None:
+def write_chat_templates(template: str | None, base: Path, out: Path) -> None:
     """Put the chat templates into an export that already has the tokenizer files of ``base``.
 
     ``template`` is the one used in training, if it is not the base's: it replaces all others. If
@@ -335,7 +335,7 @@ def write_chat_template(template: str | None, base: Path, out: Path) -> None:
 
 def _write_chat_template(template: str, out: Path) -> None:
     """Write one template, also to the place where older transformers look for it."""
-    (out / TEMPLATE).write_text(template, encoding="utf-8")
+    (out / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     file = out / TOKENIZER_CONFIG
     if file.is_file():
         settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
@@ -344,16 +344,20 @@ def _write_chat_template(template: str, out: Path) -> None:
 
 def _copy_missing_templates(base: Path, out: Path) -> None:
     """Write the base's templates that are missing in the copied files."""
-    for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
-        (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
+    for file in sorted((base / OTHER_TEMPLATES_FOLDER).glob("*.jinja")):
+        (out / OTHER_TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / OTHER_TEMPLATES_FOLDER / file.name)
     config_file = out / TOKENIZER_CONFIG
     settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    if (out / TEMPLATE).exists() or settings.get("chat_template"):
+    if (out / TEMPLATE_FILE).exists() or settings.get("chat_template"):
         return
     if entry := read_processor_template(base):
         templates = entry[1] if isinstance(entry[1], dict) else {"default": entry[1]}
         for name, text in templates.items():
-            file = out / TEMPLATE if name == "default" else out / OTHER_TEMPLATES / f"{name}.jinja"
+            file = (
+                out / TEMPLATE_FILE
+                if name == "default"
+                else out / OTHER_TEMPLATES_FOLDER / f"{name}.jinja"
+            )
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")

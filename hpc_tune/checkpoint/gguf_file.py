@@ -24,9 +24,9 @@ from hpc_tune.checkpoint.export import (
     require_merge_memory,
 )
 from hpc_tune.checkpoint.export_metadata import (
-    find_base_name,
+    find_base_model_name,
     read_rope_scaling,
-    write_chat_template,
+    write_chat_templates,
     write_model_card,
 )
 from hpc_tune.checkpoint.merge import MergedModel
@@ -49,7 +49,7 @@ _WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLIT_RULES = {_WORD_PATTERN % "{1,3}": "llama-bpe", _WORD_PATTERN % "": "qwen2"}
+_PRE_TOKENIZER_NAMES = {_WORD_PATTERN % "{1,3}": "llama-bpe", _WORD_PATTERN % "": "qwen2"}
 _NORMAL_TOKEN, _CONTROL_TOKEN, _USER_DEFINED_TOKEN, _UNUSED_TOKEN = 1, 3, 4, 5  # GGUF's token types
 
 
@@ -93,11 +93,11 @@ def export_gguf(
 
     with replace_folder(out, base) as temporary:
         writer = GGUFWriter(temporary / GGUF_FILE, architecture)
-        writer.add_name(find_base_name(base).name.rpartition("/")[2])
+        writer.add_name(find_base_model_name(base).name.rpartition("/")[2])
         _add_shape(writer, config)
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
-            write_chat_template(template, base, Path(folder))
+            write_chat_templates(template, base, Path(folder))
             num_tokens = regions["token_embd.weight"].box.shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
         _write_tensors(writer, regions, config, architecture)
@@ -247,7 +247,7 @@ def _write_tensors(
     for num_written, (name, region) in enumerate(regions.items(), 1):
         dtype = matrix_dtypes.get(name, torch.float32)
         rotary_heads = heads.get(name.split(".")[-2]) if architecture == "llama" else None
-        writer.write_tensor_data(_integer_bits(region, dtype, rotary_heads))
+        writer.write_tensor_data(_bits_as_integers(region, dtype, rotary_heads))
         progress.update(num_written)
     progress.close()
     for file in writer.fout:
@@ -256,7 +256,7 @@ def _write_tensors(
     writer.close()
 
 
-def _integer_bits(
+def _bits_as_integers(
     region: Region, dtype: torch.dtype, num_heads: int | None
 ) -> np.ndarray[Any, Any]:
     """Return a tensor's bits as integers; ``num_heads`` is set if its rows must be interleaved."""
@@ -325,8 +325,8 @@ def _pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
         return "smollm"
     if is_bytes and types == ["Split", "ByteLevel"]:
         rule = steps[0].get("pattern", {}).get("Regex")
-        if rule in _SPLIT_RULES:
-            return _SPLIT_RULES[rule]
+        if rule in _PRE_TOKENIZER_NAMES:
+            return _PRE_TOKENIZER_NAMES[rule]
     kind = "byte-level BPE with another splitting rule" if is_bytes else model.get("type")
     raise ConfigError(
         f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that splits "

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
-from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify_checkpoint
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flatten, format_setting
+from hpc_tune.config.section import flatten_settings, format_setting
 from hpc_tune.data.order import compute_progress, phases_from_json
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, find_remedy
 from hpc_tune.log import log
@@ -52,7 +52,7 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     """
     if (path / MANIFEST).is_file():
         checkpoint, run_dir = path, path.absolute().parent.parent
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
         state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     else:
         run_dir = path
@@ -203,7 +203,7 @@ def diff_settings(one: Path, other: Path) -> list[str]:
     Raises:
         ConfigError, CheckpointError: as ``locate``.
     """
-    first, second = (flatten(locate(path).config.model_dump()) for path in (one, other))
+    first, second = (flatten_settings(locate(path).config.model_dump()) for path in (one, other))
     return [
         f"{name}: {'; '.join(format_setting(first[name]).splitlines())} in {one}, "
         f"{'; '.join(format_setting(second[name]).splitlines())} in {other}"
@@ -215,7 +215,7 @@ def diff_settings(one: Path, other: Path) -> list[str]:
 def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     if check_bytes:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
     verification = "every byte verified" if check_bytes else "not verified (--verify)"

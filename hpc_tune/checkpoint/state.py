@@ -1,6 +1,6 @@
 """What a checkpoint's manifest holds besides tensors, and which parts must match on resume.
 
-``SettingFacts.resume`` says for each setting whether a resumed run may change it.
+``SettingMetadata.resume`` says for each setting whether a resumed run may change it.
 """
 
 import math
@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from hpc_tune.config.load import setting_facts, setting_names
+from hpc_tune.config.load import setting_metadata, setting_names
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import ResumeRule, flatten
+from hpc_tune.config.section import ResumeRule, flatten_settings
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import facts
@@ -134,7 +134,7 @@ class RunState:
             section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
             for section, fields in self.config.items()
         }
-        if removed_names := flatten(self.config).keys() - names:
+        if removed_names := flatten_settings(self.config).keys() - names:
             log.warning(
                 "%s: removed settings are ignored: %s",
                 checkpoint_name,
@@ -199,12 +199,12 @@ def require_same_settings(
 def _list_changes(saved_state: RunState, settings: Settings, kind: ResumeRule) -> list[str]:
     # A setting that an earlier version lacked counts as having its default.
     saved_values, new_values = (
-        flatten(RunConfig().model_dump()) | flatten(saved_state.config),
-        flatten(settings),
+        flatten_settings(RunConfig().model_dump()) | flatten_settings(saved_state.config),
+        flatten_settings(settings),
     )
     return [
         f"{name}: {saved_values[name]} in the checkpoint, {new_values[name]} now"
-        for name, facts in setting_facts().items()
+        for name, facts in setting_metadata().items()
         if facts.resume == kind
         and _normalize(saved_values[name], facts.unordered)
         != _normalize(new_values[name], facts.unordered)

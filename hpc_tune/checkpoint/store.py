@@ -155,7 +155,7 @@ class Store:
                 raise_if_obsolete()
                 _supersede(path)
             kept_folders = self._best_checkpoints(step_folders[:end]) | {
-                p for p in old_folders if self._is_kept_by_step(p)
+                p for p in old_folders if self._is_multiple_of_keep_every(p)
             }
             for leftover in self.folder.glob("step-*.tmp"):
                 raise_if_obsolete()
@@ -180,7 +180,7 @@ class Store:
         except (OSError, HpcTuneError) as error:
             log.warning("%s stays without its held-out loss: %s", path, error)
 
-    def _is_kept_by_step(self, path: Path) -> bool:
+    def _is_multiple_of_keep_every(self, path: Path) -> bool:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
 
@@ -217,7 +217,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return _read_manifest(path)["state"]
 
 
-def verify(path: Path, part: int = 0, parts: int = 1) -> None:
+def verify_checkpoint(path: Path, part: int = 0, parts: int = 1) -> None:
     """Read every byte of a checkpoint, or of share number ``part`` of ``parts`` of its files.
 
     Raises:
@@ -264,13 +264,13 @@ def _retry_read(file: Path, operation: Callable[[], T]) -> T:
 
 
 def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what ``verify`` finds wrong with a checkpoint, None if it is valid.
+    """Return what ``verify_checkpoint`` finds wrong with a checkpoint, None if it is valid.
 
     Raises:
         UnreadableError: if the file system refuses to read it.
     """
     try:
-        verify(path, part, parts)
+        verify_checkpoint(path, part, parts)
     except CheckpointError as error:
         return str(error)
     return None

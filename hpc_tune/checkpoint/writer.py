@@ -27,7 +27,7 @@ from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.world.comm import Comm, StoreKeys
 from hpc_tune.world.device import set_thread_device
-from hpc_tune.world.pinned import empty_pinned_cache
+from hpc_tune.world.pinned import release_pinned_cache
 
 # -- What a save copies to host memory, in which pieces, and how a device makes these copies.
 #
@@ -36,7 +36,7 @@ from hpc_tune.world.pinned import empty_pinned_cache
 # memory is wasted.
 
 
-_ALIGNMENT = 16  # so that values of any dtype may start there
+_ALIGNMENT_BYTES = 16  # so that values of any dtype may start there
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ class PinnedBlockPool:
     """
 
     def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._keeps, self._lock = True, threading.Lock()
+        self._free_blocks: list[torch.Tensor] = []
+        self._keeps_blocks, self._lock = True, threading.Lock()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks that no save is using."""
-        return len(self._free) * PIECE_BYTES
+        return len(self._free_blocks) * PIECE_BYTES
 
     def take(self) -> torch.Tensor:
         """Return a block of ``PIECE_BYTES``, a kept one if there is one."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
+            if self._free_blocks:
+                return self._free_blocks.pop()
         return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def return_blocks(self, blocks: list[torch.Tensor]) -> None:
@@ -103,24 +103,24 @@ class PinnedBlockPool:
         blocks after the next one; none after ``keep_between_saves(False)``.
         """
         with self._lock:
-            max_blocks = max(len(self._free), len(blocks)) if self._keeps else 0
-            all_blocks = [*self._free, *blocks]
-            self._free = all_blocks[:max_blocks]
+            max_blocks = max(len(self._free_blocks), len(blocks)) if self._keeps_blocks else 0
+            all_blocks = [*self._free_blocks, *blocks]
+            self._free_blocks = all_blocks[:max_blocks]
         blocks.clear()
         if len(all_blocks) > max_blocks:
             del all_blocks
-            empty_pinned_cache()
+            release_pinned_cache()
 
     def release(self) -> None:
         """Return all unused blocks to the system."""
         with self._lock:
-            self._free.clear()
-        empty_pinned_cache()
+            self._free_blocks.clear()
+        release_pinned_cache()
 
     def keep_between_saves(self, keeps: bool) -> None:
         """Set whether blocks are kept between saves; if not, also free the ones kept now."""
         with self._lock:
-            self._keeps = keeps
+            self._keeps_blocks = keeps
         if not keeps:
             self.release()
 
@@ -194,7 +194,7 @@ def split_into_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
     position = 0
     for number, region in enumerate(regions):
         itemsize, numel, start = region.dtype.itemsize, region.box.num_values, 0
-        position = -(-position // _ALIGNMENT) * _ALIGNMENT
+        position = -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         while start < numel:
             block, offset = divmod(position, PIECE_BYTES)
             stop = min(numel, start + (PIECE_BYTES - offset) // itemsize)
@@ -221,38 +221,38 @@ class CheckpointWriter:
         self._folder = next((file.parent for file in self._files), Path("a checkpoint"))
         self._regions = [region for regions in self._files.values() for region in regions]
         self._pieces = list(split_into_pieces(self._regions))
-        self._numbers: dict[int, list[int]] = defaultdict(list)  # pieces of each region
+        self._piece_indices: dict[int, list[int]] = defaultdict(list)  # pieces of each region
         for number, piece in enumerate(self._pieces):
-            self._numbers[piece.region].append(number)
+            self._piece_indices[piece.region].append(number)
         self._device = device
         self._copies_all = device is not None and total_block_bytes(self._regions) <= budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
-        self._next = 0  # the piece that is being written
+        self._next_piece = 0  # the piece that is being written
         self._num_read = 0  # regions, including the one that is being read
-        self._num_progressed = 0
-        self._over = self._copied_all = self._released = False
+        self._progress_count = 0
+        self._is_over = self._has_copied_all = self._is_released = False
         self._error: CheckpointError | None = None
-        self._written: list[WrittenFile] = []
-        self._changed = threading.Condition()
+        self._written_files: list[WrittenFile] = []
+        self._state_changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     @property
     def has_ended(self) -> bool:
         """Whether the thread has ended, with or without an error."""
-        return self._over
+        return self._is_over
 
     @property
     def progress(self) -> int:
         """A number that grows as bytes are written; reading it does not touch the file system."""
-        return self._num_progressed
+        return self._progress_count
 
     def cancel(self, reason: str) -> None:
         """Mark the save as failed unless everything is written; the thread ends when it can."""
-        with self._changed:
-            if not self._over:
-                self._error, self._over = CheckpointError(reason), True
-                self._changed.notify_all()
+        with self._state_changed:
+            if not self._is_over:
+                self._error, self._is_over = CheckpointError(reason), True
+                self._state_changed.notify_all()
 
     def result(self) -> list[WrittenFile]:
         """Wait until everything is written, and return the files.
@@ -260,39 +260,39 @@ class CheckpointWriter:
         Raises:
             CheckpointError: if a file could not be written.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._over)
+        with self._state_changed:
+            self._state_changed.wait_for(lambda: self._is_over)
         if self._error is not None:
             raise self._error
-        return self._written
+        return self._written_files
 
     def release(self, limit_s: float) -> None:
         """Wait until the values may be changed.
 
         If nothing is written for ``limit_s`` seconds, the checkpoint is given up.
         """
-        with self._changed:
-            if self._released:
+        with self._state_changed:
+            if self._is_released:
                 return
             first = len(self._pieces) if self._copies_all else self._copy_last_pieces()
             progress = self.progress
-            while not self._changed.wait_for(lambda: self._may_change_values(first), limit_s):
+            while not self._state_changed.wait_for(lambda: self._may_change_values(first), limit_s):
                 if self.progress == progress:
                     self.cancel(
                         f"{self._folder}: no byte was written for {limit_s:.0f} s; the file system "
                         "hangs"
                     )
                 progress = self.progress
-            self._released = True
+            self._is_released = True
 
     def _may_change_values(self, first: int) -> bool:
         """Whether the values may be changed, if the pieces from ``first`` on are copied."""
-        return self._over or self._copied_all or self._next >= first
+        return self._is_over or self._has_copied_all or self._next_piece >= first
 
     def _copy_last_pieces(self) -> int:
         """Copy as many of the last pieces as the budget allows; return the first one's number."""
         remaining_bytes, first = self._budget_bytes, len(self._pieces)
-        while first > self._next + 1:
+        while first > self._next_piece + 1:
             piece = self._pieces[first - 1]
             if piece.num_bytes > remaining_bytes:
                 break
@@ -313,9 +313,9 @@ class CheckpointWriter:
             self._copies[len(self._copies)] = copy
             self._count_progress()
         device.wait()
-        with self._changed:
-            self._copied_all = True
-            self._changed.notify_all()
+        with self._state_changed:
+            self._has_copied_all = True
+            self._state_changed.notify_all()
 
     def _piece_values(self, piece: StagedPiece) -> torch.Tensor:
         return self._regions[piece.region].values().view(-1)[piece.start : piece.stop]
@@ -327,7 +327,7 @@ class CheckpointWriter:
                 if device is not None and self._copies_all:
                     self._copy_all_pieces(device)
                 for file, regions in self._files.items():
-                    self._written.append(
+                    self._written_files.append(
                         write_regions(file, regions, self._read_pieces, self._count_progress)
                     )
         except CheckpointError as error:
@@ -341,32 +341,32 @@ class CheckpointWriter:
     def _report_end(self, device: StagingDevice | None) -> None:
         """Give the blocks back for the next save, then signal that the thread is over."""
         try:
-            with self._changed:
+            with self._state_changed:
                 self._copies.clear()
             if device is not None and self._copies_all:
                 device.close()
         finally:
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
+            with self._state_changed:
+                self._is_over = True
+                self._state_changed.notify_all()
 
     def _count_progress(self) -> None:
-        self._num_progressed += 1
+        self._progress_count += 1
 
     def _read_pieces(self, region: Region) -> Iterator[torch.Tensor]:
         """Yield the values of the next region by piece: from its copy if there is one."""
         self._num_read += 1
-        for number in self._numbers[self._num_read - 1]:
+        for number in self._piece_indices[self._num_read - 1]:
             if self._error is not None:  # given up: another save may write the same file
                 raise self._error
             self._faults.write(number, self._copies.keys())
-            with self._changed:
+            with self._state_changed:
                 copy = self._copies.pop(number, None)
             yield self._piece_values(self._pieces[number]) if copy is None else copy
             copy = None  # else it would stay in memory while the next piece is written
-            with self._changed:
-                self._next = number + 1
-                self._changed.notify_all()
+            with self._state_changed:
+                self._next_piece = number + 1
+                self._state_changed.notify_all()
 
 
 # -- What the ranks report to rank 0 about one save, through the rendezvous store.
@@ -406,11 +406,13 @@ class SaveReports:
         rank = self._world.rank
         content = [[asdict(file) for file in report.files], report.error]
 
-        def tell() -> None:
+        def set_report() -> None:
             self._keys.set(content, rank)
             self._keys.add(1)
 
-        _access_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
+        _access_store(
+            set_report, f"rank {rank} could not tell rank 0 that its part of a save is written"
+        )
 
     def collect(
         self, own_report: SaveReport, poll_callback: Callable[[], None]

@@ -84,7 +84,7 @@ def _is_remote(image: str) -> bool:
 
 
 # A directive ends a value at white space, and a comment or a quote changes what follows.
-_WORD = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
+_DIRECTIVE_VALUE = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
 
 
 def check_settings(
@@ -99,7 +99,9 @@ def check_settings(
     """
     name = settings.section
     wrong = [
-        f"{name}.{field}={value!r}" for field, value in directives if not _WORD.fullmatch(value)
+        f"{name}.{field}={value!r}"
+        for field, value in directives
+        if not _DIRECTIVE_VALUE.fullmatch(value)
     ]
     if wrong:
         raise ConfigError(

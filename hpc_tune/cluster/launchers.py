@@ -57,7 +57,7 @@ def _read_prun_claim(environ: Environ) -> Claim | None:
     return read_claim(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
 
 
-def _openmpi_cannot_start(library: str) -> bool:
+def _is_unusable_under_openmpi(library: str) -> bool:
     """MPICH 5 ends with "unsupported PMI version PMIx"; an older one starts each rank alone."""
     version = re.match(r"MPICH Version:\s*(\d+)", library)
     return version is not None and int(version[1]) >= 5
@@ -68,7 +68,7 @@ OPENMPI = Launcher(
     variable_prefixes=("OMPI_", "PMIX_", "PRTE_"),
     process_prefixes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
     library_folder_variable="OMPI_LIBDIR_LOC",
-    cannot_start=_openmpi_cannot_start,
+    cannot_run_mpi=_is_unusable_under_openmpi,
 )
 PRUN = Launcher(
     _read_prun_claim, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
@@ -289,7 +289,7 @@ def rank_hint(environ: Environ = os.environ) -> int:
         return 0
 
 
-def size_hint(environ: Environ = os.environ) -> int:
+def world_size_hint(environ: Environ = os.environ) -> int:
     """Return the number of ranks from the launcher's variables alone, 1 if they do not say."""
     try:
         return find_claim(environ).size or 1
@@ -311,7 +311,7 @@ def environ_without_launcher() -> dict[str, str]:
 LauncherKind = Literal["srun", "openmpi", "hydra", "pals"]
 _VERSION_LIMIT_S = 20.0
 _MPIRUNS = ("mpirun", "mpiexec", "prterun", "orterun")
-_VERSION_SIGNS: tuple[tuple[str, LauncherKind], ...] = (
+_VERSION_PATTERNS: tuple[tuple[str, LauncherKind], ...] = (
     (r"Open MPI|OpenRTE|Open RTE|prte", "openmpi"),
     (r"HYDRA|Intel\(R\) MPI", "hydra"),
     (r"PALS", "pals"),
@@ -357,7 +357,7 @@ def find_launcher_kind(command: str) -> LauncherKind | None:
         return None
     output = result.stdout + result.stderr
     return next(
-        (kind for sign, kind in _VERSION_SIGNS if re.search(sign, output, re.IGNORECASE)), None
+        (kind for sign, kind in _VERSION_PATTERNS if re.search(sign, output, re.IGNORECASE)), None
     )
 
 

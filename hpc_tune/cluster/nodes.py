@@ -131,10 +131,10 @@ class JobNodes:
     ) -> None:
         """Take the launcher's command, and the settings of the run."""
         job, self._parallel = job or SlurmConfig(), parallel or ParallelConfig()
-        self._launch, self.spares = list(launch), job.spare_nodes
+        self._launch_words, self.num_spares = list(launch), job.spare_nodes
         self._min_num_nodes = job.min_nodes
         self._section = job.section
-        self._steps: set[str] = set()  # the names of the steps that the launcher creates
+        self._step_names: set[str] = set()  # the names of the steps that the launcher creates
         self.left_out: dict[str, str] = {}
         self._num_unexplained = self._num_swapped = 0
         self._suspects: set[str] = set()  # nodes that are tried once more
@@ -144,31 +144,35 @@ class JobNodes:
             self._guard = RequeueGuard(self._slurm.id, environ)
             # Other processes start steps in the same job, to look at this run or for another run.
             name = f"hpc_tune-{secrets.token_hex(3)}"
-            self._launch, self._steps = launchers.add_step_name(self._launch, name)
+            self._launch_words, self._step_names = launchers.add_step_name(self._launch_words, name)
         else:
             self._job_nodes = launchers.read_hosts(launch, environ)
-        self._kind = launchers.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
-        if self._kind == "srun":
-            self._launch = launchers.add_no_kill_option(self._launch)
-        self._counts = self._find_ranks_per_node()
+        self._launcher_kind = (
+            launchers.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
+        )
+        if self._launcher_kind == "srun":
+            self._launch_words = launchers.add_no_kill_option(self._launch_words)
+        self._ranks_per_node = self._find_ranks_per_node()
         self._earlier_steps: set[str] | None = None  # the steps that others have started
         self._shares_steps = False
-        self._lost: dict[str, str] = {}
+        self._lost_nodes: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
-        if self.spares and not self.can_choose_nodes:
+        if self.num_spares and not self.can_choose_nodes:
             name = f"{self._section}.spare_nodes"
-            log.warning("%s=%d has no effect: %s", name, self.spares, self._explain_fixed_nodes())
+            log.warning(
+                "%s=%d has no effect: %s", name, self.num_spares, self._explain_fixed_nodes()
+            )
 
     @property
     def can_choose_nodes(self) -> bool:
         """Whether ranks can be started on some of the nodes only."""
-        return self._kind is not None and bool(self._counts)
+        return self._launcher_kind is not None and bool(self._ranks_per_node)
 
     def _explain_fixed_nodes(self) -> str:
         if len(self._job_nodes) < 2:
             return "the job has no second node that is known"
-        if self._kind is None:
-            return f"{self._launch[0]} is not a launcher that takes a list of nodes"
+        if self._launcher_kind is None:
+            return f"{self._launch_words[0]} is not a launcher that takes a list of nodes"
         return "its options do not say how many ranks each node has"
 
     @property
@@ -177,7 +181,7 @@ class JobNodes:
 
     @property
     def _num_wanted_nodes(self) -> int:
-        return max(1, len(self._job_nodes) - self.spares)
+        return max(1, len(self._job_nodes) - self.num_spares)
 
     def explain_node_shortage(self) -> str | None:
         """Return why the job cannot continue with the nodes that are left; None if it can."""
@@ -196,14 +200,14 @@ class JobNodes:
         if self._slurm is not None:
             self._guard.keep_running(self._usable_nodes)
         variables = OVERLAP_VARIABLES if self._shares_steps else {}
-        if not self.can_choose_nodes or not (self.left_out or self.spares):
-            return LaunchCommand(self._launch, variables, list(self._job_nodes))
+        if not self.can_choose_nodes or not (self.left_out or self.num_spares):
+            return LaunchCommand(self._launch_words, variables, list(self._job_nodes))
         use = self._usable_nodes[: self._num_wanted_nodes]
         axes: dict[str, int] | None = {}
         if len(use) < self._num_wanted_nodes:
             while (axes := self._fit_layout(use)) is None and len(use) > self._min_num_nodes:
                 use.pop()
-        words = self._command_words({node: self._counts[node] for node in use}, "hosts")
+        words = self._command_words({node: self._ranks_per_node[node] for node in use}, "hosts")
         num_missing_nodes = self._num_wanted_nodes - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
@@ -268,24 +272,24 @@ class JobNodes:
         if not faulty_nodes and not retried_nodes and not has_cause:
             faulty_nodes = self._swap_in_spare(used_nodes, has_progressed)
         self.left_out |= faulty_nodes
-        self._lost = lost
+        self._lost_nodes = lost
         return faulty_nodes, bool(lost or repeated_nodes)
 
     def end_steps(self) -> None:
         """End the remaining steps of the last start, which would otherwise keep nodes and GPUs."""
-        self._lost = {}
+        self._lost_nodes = {}
         if self._slurm is not None:
-            steps = self._slurm.steps(self._steps) - (self._earlier_steps or set())
+            steps = self._slurm.steps(self._step_names) - (self._earlier_steps or set())
             self._slurm.end(steps, _LOST_STEP_END_LIMIT_S)
 
     def _wait_for_steps(self) -> None:
         """Wait until the last start's steps are gone, but not for steps on lost nodes."""
         if self._slurm is None:
             return
-        steps = self._slurm.steps(self._steps)
+        steps = self._slurm.steps(self._step_names)
         remaining_steps = set() if self._earlier_steps is None else steps - self._earlier_steps
         if remaining_steps and (
-            self._lost or not self._slurm.end(remaining_steps, _STEP_END_LIMIT_S)
+            self._lost_nodes or not self._slurm.end(remaining_steps, _STEP_END_LIMIT_S)
         ):
             log.warning(
                 "Slurm still lists the step %s, as it does after a node is lost: the next step "
@@ -293,7 +297,7 @@ class JobNodes:
                 ", ".join(sorted(remaining_steps)),
             )
             self._shares_steps = True
-        self._earlier_steps = self._slurm.steps(self._steps)
+        self._earlier_steps = self._slurm.steps(self._step_names)
 
     def _swap_in_spare(self, used_nodes: Sequence[str], has_progressed: bool) -> dict[str, str]:
         """If nothing says which node is at fault, leave out none at first, then one for a spare."""
@@ -306,10 +310,10 @@ class JobNodes:
 
     def _find_ranks_per_node(self) -> dict[str, int]:
         """Return the number of ranks of each node, empty if not known."""
-        if self._kind is None:
+        if self._launcher_kind is None:
             return {}
-        per_node = launchers.read_ranks_per_node(self._launch)
-        num_ranks = launchers.read_num_ranks(self._launch, self._kind)
+        per_node = launchers.read_ranks_per_node(self._launch_words)
+        num_ranks = launchers.read_num_ranks(self._launch_words, self._launcher_kind)
         counts = {node: count for node, count in self._job_nodes.items() if count is not None}
         if len(counts) == len(self._job_nodes) and num_ranks in (None, sum(counts.values())):
             return counts
@@ -318,13 +322,13 @@ class JobNodes:
         return {} if per_node is None else dict.fromkeys(self._job_nodes, per_node)
 
     def _num_ranks(self, nodes: Sequence[str]) -> int:
-        return sum(self._counts[node] for node in nodes)
+        return sum(self._ranks_per_node[node] for node in nodes)
 
     def _command_words(self, ranks: Mapping[str, int], file: str) -> list[str]:
-        assert self._kind is not None
+        assert self._launcher_kind is not None
         hostfile = Path(self._folder.name) / file
-        hostfile.write_text(launchers.format_hostfile(self._kind, ranks), encoding="utf-8")
-        return launchers.restrict_to_nodes(self._launch, self._kind, ranks, hostfile)
+        hostfile.write_text(launchers.format_hostfile(self._launcher_kind, ranks), encoding="utf-8")
+        return launchers.restrict_to_nodes(self._launch_words, self._launcher_kind, ranks, hostfile)
 
     def _probe_command(self, node: str) -> list[str]:
         return [*self._command_words({node: 1}, f"probe-{node}"), "-c", ""]
@@ -365,18 +369,18 @@ class LauncherOutputParser:
     """Reads what a launcher prints, line by line, and remembers which nodes it accuses."""
 
     def __init__(self) -> None:
-        self._lost: dict[str, str] = {}
+        self._lost_nodes: dict[str, str] = {}
         self._dead_nodes: dict[str, str] = {}
         self._exited_nodes: dict[str, str] = {}
         self._is_over = False
 
     def copy(self, stream: IO[bytes]) -> threading.Thread:
         """Read ``stream`` in a thread and copy it to stderr unchanged; return the thread."""
-        thread = threading.Thread(target=self._copy, args=(stream,), daemon=True)
+        thread = threading.Thread(target=self._copy_to_stderr, args=(stream,), daemon=True)
         thread.start()
         return thread
 
-    def _copy(self, stream: IO[bytes]) -> None:
+    def _copy_to_stderr(self, stream: IO[bytes]) -> None:
         rest = b""
         with stream:
             while chunk := os.read(stream.fileno(), _CHUNK_BYTES):
@@ -391,7 +395,7 @@ class LauncherOutputParser:
         """Take the next line."""
         for pattern in _LOST_NODE:
             if match := pattern.search(line):
-                self._add_suspects(self._lost, match[1], line.strip())
+                self._add_suspects(self._lost_nodes, match[1], line.strip())
                 self._is_over = True
         if self._is_over:
             return
@@ -411,14 +415,17 @@ class LauncherOutputParser:
         A rank that exits with a code has a reason, which its own report gives: its node counts only
         without a report.
         """
-        return self._lost or {**({} if has_report else self._exited_nodes), **self._dead_nodes}
+        return self._lost_nodes or {
+            **({} if has_report else self._exited_nodes),
+            **self._dead_nodes,
+        }
 
     def find_certain_suspects(self, has_report: bool) -> set[str]:
         """Return the accused nodes that another try would not help: lost nodes, and nodes whose
         ranks have exited without a report, for example because a program is missing; not nodes
         where a rank was killed, possibly by chance.
         """
-        return {*self._lost, *(() if has_report else self._exited_nodes)}
+        return {*self._lost_nodes, *(() if has_report else self._exited_nodes)}
 
     @staticmethod
     def _add_suspects(suspects_by_node: dict[str, str], nodes: str, line: str) -> None:

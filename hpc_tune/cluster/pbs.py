@@ -22,7 +22,7 @@ from hpc_tune.log import log
 _SCRIPT_VARIABLE = "HPC_TUNE_JOB_SCRIPT"  # set by the script itself
 _RESOURCES = ("walltime", "select", "place", "filesystems")
 # PBS tells a job its end only if asked; a server that does not answer is no reason to fail.
-_END_LINES = """\
+_JOB_END_LINES = """\
 walltime=$(qstat -f "$PBS_JOBID" | sed -n 's/^ *Resource_List.walltime = //p') || true
 IFS=: read -r hours minutes seconds <<<"${{walltime:-{walltime}}}"
 export HPC_TUNE_JOB_END=$(($(date +%s) + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))"""
@@ -83,10 +83,10 @@ def render(
     lines = ["#!/bin/bash -l", *(f"#PBS {option}{value}" for _, option, value in directives)]
     lines += ["#PBS -j oe", "#PBS -r y", *(f"#PBS {option}" for option in settings.options)]
     lines += environment_lines(settings, folder, variables)
-    limit_s = round(settings.limit_s)
-    walltime = f"{limit_s // 3600:02d}:{limit_s // 60 % 60:02d}:{limit_s % 60:02d}"
+    time_limit_s = round(settings.time_limit_s)
+    walltime = f"{time_limit_s // 3600:02d}:{time_limit_s // 60 % 60:02d}:{time_limit_s % 60:02d}"
     lines += [f"export {_SCRIPT_VARIABLE}=$0 HPC_TUNE_LEAVE_BEFORE={settings.leave_before:.0f}"]
-    lines += [_END_LINES.format(walltime=walltime)]
+    lines += [_JOB_END_LINES.format(walltime=walltime)]
     return "\n".join([*lines, supervise, ""])
 
 

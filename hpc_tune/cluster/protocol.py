@@ -42,7 +42,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class RendezvousEndpoint:
     """Where ranks without MPI connect to rank 0, which refuses ranks with another ``token``.
 
     The token identifies the job, but is no secret. If ``ports`` is None, they are derived from it.
@@ -70,21 +70,21 @@ class Launcher:
     one of ``process_prefixes``.
 
     Ranks that use MPI: ``library_folder_variable`` is the variable that names the folder of the MPI
-    library. ``cannot_start`` tells from a library's version string whether MPI_Init would end the
+    library. ``cannot_run_mpi`` tells from a library's version string whether MPI_Init would end the
     rank. ``advice`` ends the error of ranks that have loaded another MPI.
 
     Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
-    ``meeting_point``. ``claim_without_mpi`` is for ranks that could use MPI but lack mpi4py.
+    ``rendezvous_endpoint``. ``claim_without_mpi`` is for ranks that could use MPI but lack mpi4py.
     """
 
     claim: Callable[[Environ], Claim | None]
     variable_prefixes: tuple[str, ...] = ()
     process_prefixes: tuple[str, ...] = ()
     library_folder_variable: str | None = None
-    cannot_start: Callable[[str], bool] = _return_false
+    cannot_run_mpi: Callable[[str], bool] = _return_false
     advice: str = ""
     has_store: bool = False
-    meeting_point: Callable[[Environ, Claim], MeetingPoint] | None = None
+    rendezvous_endpoint: Callable[[Environ, Claim], RendezvousEndpoint] | None = None
     claim_without_mpi: Callable[[Environ], Claim] | None = None
 
 
@@ -107,12 +107,12 @@ class Scheduler:
     """What runs batch jobs, and the variables that it sets for them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
-    since the epoch) name variables. ``array_task`` reads the id of one task of a job array, since
+    since the epoch) name variables. ``read_array_task_id`` reads the id of one task of a job array, since
     ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each node
     the job may use, with the names of the variables that say so; ``granted_cpus`` reads how many
     CPUs of this node it may use.
 
-    The next functions take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler,
+    The next functions take the id of the job. ``ask_end_s`` and ``is_preempted`` ask the scheduler,
     which may take many seconds. ``requeue_command`` returns the command that requeues the job,
     empty if that is impossible. ``ask_energy``, if the scheduler counts energy, takes starts of a
     run instead: (job, seconds since 1970). ``name`` is the scheduler's name in words.
@@ -122,10 +122,10 @@ class Scheduler:
     name: str = ""
     restart_count: str | None = None
     end: str | None = None
-    array_task: Callable[[Environ], str | None] = _return_none
+    read_array_task_id: Callable[[Environ], str | None] = _return_none
     memory_limits: Callable[[Environ], Iterable[tuple[int, str]]] = lambda environ: ()
     granted_cpus: Callable[[Environ], int | None] = _return_none
-    ask_end: Callable[[str], float | None] = _return_none
+    ask_end_s: Callable[[str], float | None] = _return_none
     is_preempted: Callable[[str], bool] = _return_false
     requeue_command: Callable[[str], Sequence[str]] = lambda job_id: ()
     ask_energy: Callable[[Sequence[tuple[str, float]]], list[JobEnergy]] | None = None
@@ -186,14 +186,16 @@ def _claim_without_nodes(environ: Environ) -> Claim | None:
     return claim
 
 
-def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
+def _find_rendezvous_endpoint(environ: Environ, claim: Claim) -> RendezvousEndpoint:
     port = int(environ["MASTER_PORT"])
     # The token leaves out the address, which is often localhost for rank 0.
-    return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
+    return RendezvousEndpoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 
 TORCH_VARIABLES_LAUNCHER = Launcher(
-    _claim_without_nodes, variable_prefixes=TORCH_VARIABLES, meeting_point=_meeting_point
+    _claim_without_nodes,
+    variable_prefixes=TORCH_VARIABLES,
+    rendezvous_endpoint=_find_rendezvous_endpoint,
 )
 SINGLE_PROCESS = Launcher(lambda environ: _SINGLE_CLAIM)
 

@@ -33,7 +33,7 @@ def find_job(environ: Environ) -> BatchJob | None:
     for scheduler in SCHEDULERS:
         if job_id := environ.get(scheduler.job_id):
             count = environ.get(scheduler.restart_count or "", "0")
-            return BatchJob(scheduler, scheduler.array_task(environ) or job_id, count)
+            return BatchJob(scheduler, scheduler.read_array_task_id(environ) or job_id, count)
     return None
 
 
@@ -54,7 +54,7 @@ def find_job_end_s(environ: Environ, asks_scheduler: bool) -> float | None:
                 text,
             )
     job = find_job(environ) if asks_scheduler else None
-    end_s = None if job is None else job.scheduler.ask_end(job.id)
+    end_s = None if job is None else job.scheduler.ask_end_s(job.id)
     if end_s is not None and (ago_s := time.time() - end_s) > 0:
         log.warning(
             "the scheduler says that this job has ended %s ago: the clock of %s is ahead of the "
@@ -96,7 +96,7 @@ def granted_cpus(environ: Environ) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
-def counts_energy(name: str) -> bool:
+def can_report_energy(name: str) -> bool:
     """Whether the scheduler of this name may have counted the energy of its jobs."""
     return any(
         scheduler.name == name and scheduler.ask_energy is not None for scheduler in SCHEDULERS

@@ -25,7 +25,7 @@ from hpc_tune.cluster.protocol import (
     Environ,
     JobEnergy,
     Launcher,
-    MeetingPoint,
+    RendezvousEndpoint,
     Scheduler,
     read_claim,
     read_output,
@@ -47,7 +47,7 @@ from hpc_tune.errors import WorldError
 _SACCT_LIMIT_S = 15.0
 _MAX_CLOCK_SKEW_S = 120.0  # between the clocks of a node and of Slurm's database
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
-_FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
+_SACCT_FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
 # What Slurm writes for no value, in 32 and 64 bits.
 _NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
 _MAX_ENERGY_J = 1e15
@@ -74,7 +74,7 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     jobs = list(dict.fromkeys(job for job, _ in starts if _JOB_ID.fullmatch(job)))
     if not jobs:
         return []
-    command = ["sacct", "-n", "-P", "-D", "-j", ",".join(jobs), f"--format={_FIELDS}"]
+    command = ["sacct", "-n", "-P", "-D", "-j", ",".join(jobs), f"--format={_SACCT_FIELDS}"]
     try:
         result = subprocess.run(
             command,
@@ -185,17 +185,17 @@ def _read_slurm_claim(environ: Environ) -> Claim | None:
 
 def _claim_without_mpi(environ: Environ) -> Claim:
     # SLURM_NTASKS can be the job's; the step's own count is right where both exist.
-    def first(*names: str) -> str:
+    def first_set_variable(*names: str) -> str:
         return next((name for name in names if name in environ), names[0])
 
     claim = read_claim(
         environ,
         "slurm",
         rank="SLURM_PROCID",
-        size=first(STEP_NUM_TASKS_VARIABLE, "SLURM_NTASKS"),
+        size=first_set_variable(STEP_NUM_TASKS_VARIABLE, "SLURM_NTASKS"),
         local_rank="SLURM_LOCALID",
         node="SLURM_NODEID",
-        num_nodes=first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        num_nodes=first_set_variable("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts = _expand_run_lengths(tasks)
@@ -215,7 +215,7 @@ def _expand_run_lengths(text: str) -> list[int]:
     return counts
 
 
-def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
+def _find_rendezvous_endpoint(environ: Environ, claim: Claim) -> RendezvousEndpoint:
     """Return the first node of the step, and a token that only this start of this step knows."""
     hosts = expand_nodelist(
         environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
@@ -230,7 +230,7 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
             "SLURM_STEP_NODELIST is empty, so rank 0 cannot be found; start with srun or mpirun"
         )
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return MeetingPoint(addresses, "/".join(environ.get(name, "") for name in names))
+    return RendezvousEndpoint(addresses, "/".join(environ.get(name, "") for name in names))
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -262,7 +262,7 @@ SRUN = Launcher(
     process_prefixes=("slurmstepd",),
     advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
     "then) may be all it needs.",
-    meeting_point=_meeting_point,
+    rendezvous_endpoint=_find_rendezvous_endpoint,
     claim_without_mpi=_claim_without_mpi,
 )
 
@@ -282,14 +282,14 @@ def _granted_cpus(environ: Environ) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _array_task(environ: Environ) -> str | None:
+def _read_array_task_id(environ: Environ) -> str | None:
     """Return an id such as ``"700_3"``: one task of each array has the array's own job number."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     numbers = [environ.get(name, "") for name in names]
     return "_".join(numbers) if all(number.isdigit() for number in numbers) else None
 
 
-def _ask_end(job_id: str) -> float | None:
+def _ask_end_s(job_id: str) -> float | None:
     """Return when the job ends; a job without a limit has no end."""
     if not _JOB_ID.fullmatch(job_id):
         return None
@@ -326,10 +326,10 @@ SLURM = Scheduler(
     name="Slurm",
     restart_count="SLURM_RESTART_COUNT",
     end="SLURM_JOB_END_TIME",
-    array_task=_array_task,
+    read_array_task_id=_read_array_task_id,
     memory_limits=_memory_limits,
     granted_cpus=_granted_cpus,
-    ask_end=_ask_end,
+    ask_end_s=_ask_end_s,
     is_preempted=_is_preempted,
     requeue_command=_requeue_command,
     ask_energy=ask_energy,
@@ -404,10 +404,10 @@ class SlurmNodes:
     def __init__(self, environ: Environ) -> None:
         """Take the job of ``environ``."""
         number = environ.get("SLURM_JOB_ID", "")
-        self._id = _array_task(environ) or number
-        self._ids = {number, self._id}
+        self._id = _read_array_task_id(environ) or number
+        self._possible_job_ids = {number, self._id}
         self._job_node_names = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
-        self._counts = _expand_run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
+        self._ranks_per_node = _expand_run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
 
     @property
     def id(self) -> str:
@@ -416,9 +416,9 @@ class SlurmNodes:
 
     def allocated_nodes(self) -> dict[str, int | None]:
         """Return the nodes that the job began with, and the number of ranks of each if known."""
-        if len(self._counts) != len(self._job_node_names):
+        if len(self._ranks_per_node) != len(self._job_node_names):
             return dict.fromkeys(self._job_node_names)
-        return dict(zip(self._job_node_names, self._counts, strict=True))
+        return dict(zip(self._job_node_names, self._ranks_per_node, strict=True))
 
     def find_unhealthy_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return the ``nodes`` that the job no longer has or that cannot be used, and why.
@@ -451,7 +451,11 @@ class SlurmNodes:
             for word in words
             if word and (names is None or word[-1] in names)
         ]
-        return {f"{id}.{step}" for id, _, step in parts if id in self._ids and step.isdigit()}
+        return {
+            f"{id}.{step}"
+            for id, _, step in parts
+            if id in self._possible_job_ids and step.isdigit()
+        }
 
     def end(self, steps: Iterable[str], limit_s: float) -> bool:
         """End steps; return whether they have gone within ``limit_s`` seconds."""

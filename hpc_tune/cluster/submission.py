@@ -18,7 +18,7 @@ from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 
-_LIMIT_S = 60.0
+_SUBMIT_LIMIT_S = 60.0
 # What a job sets for its own processes, besides their visible GPUs; what a user sets for all jobs.
 _JOB_PREFIXES = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
 _USER_PREFIXES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
@@ -135,7 +135,7 @@ def _run_command(
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
-            timeout=_LIMIT_S,
+            timeout=_SUBMIT_LIMIT_S,
             env=environ,
         )
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def _run_command(
             "script to a file with --dry-run"
         ) from None
     except subprocess.TimeoutExpired:
-        raise HpcTuneError(f"{words[0]} did not answer within {_LIMIT_S:.0f} s") from None
+        raise HpcTuneError(f"{words[0]} did not answer within {_SUBMIT_LIMIT_S:.0f} s") from None
 
 
 def _require_pbs(command: str) -> None:

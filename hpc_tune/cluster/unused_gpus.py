@@ -13,7 +13,7 @@ from typing import Literal
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.errors import first_line
-from hpc_tune.files import raise_if_out_of_files
+from hpc_tune.files import raise_if_too_many_open_files
 
 GpuVendor = Literal["NVIDIA", "AMD", "Intel"]
 
@@ -227,5 +227,5 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return ""

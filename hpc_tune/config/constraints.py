@@ -28,16 +28,16 @@ def check_config(config: RunConfig) -> list[str]:
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
         *_check_long_row_settings(parallel, tune, train, config.run.device),
-        *(_conflicts_with_expert_parallel(parallel, train) if parallel.expert > 1 else ()),
-        *(_conflicts_with_context_parallel(parallel, train) if parallel.context > 1 else ()),
-        *(_conflicts_with_tensor_parallel(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *(_find_expert_parallel_conflicts(parallel, train) if parallel.expert > 1 else ()),
+        *(_find_context_parallel_conflicts(parallel, train) if parallel.context > 1 else ()),
+        *(_find_tensor_parallel_conflicts(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_check_float8(train, tune.method, config.model.dtype, config.run.device),
-        *_conflicts_with_float8(train, tune),
-        *_conflicts_with_compile(train, tune),
+        *_find_float8_conflicts(train, tune),
+        *_find_compile_conflicts(train, tune),
         *_check_objective(tune, config.data),
         *_check_tune(tune),
         *_check_optim(config.optim, tune.method),
-        *(_conflicts_with_adamw_8bit(parallel) if config.optim.is_8bit else ()),
+        *(_find_adamw_8bit_conflicts(parallel) if config.optim.is_8bit else ()),
         *_check_data(config.data, train),
         *_check_time_limit(config.slurm),
         *_check_time_limit(config.pbs),
@@ -55,18 +55,20 @@ def find_compile_obstacle(
     if train.max_steps is not None and train.max_steps <= _MAX_UNCOMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
 
-    def problems(train: TrainConfig) -> list[str]:
-        conflicts = [*_conflicts_with_compile(train, tune)]
+    def list_problems(train: TrainConfig) -> list[str]:
+        conflicts = [*_find_compile_conflicts(train, tune)]
         conflicts += _check_long_row_settings(parallel, tune, train, "cuda")
         if (parallel.tensor or 1) > 1:
-            conflicts += _conflicts_with_tensor_parallel(tune, train)
+            conflicts += _find_tensor_parallel_conflicts(tune, train)
         if parallel.zero_stage == 3:
             conflicts += _check_zero_3(tune, train.compiles)
         return conflicts
 
-    eager_problems = problems(train)
+    eager_problems = list_problems(train)
     compiled_train = train.model_copy(update={"compile": True})
-    obstacles = [problem for problem in problems(compiled_train) if problem not in eager_problems]
+    obstacles = [
+        problem for problem in list_problems(compiled_train) if problem not in eager_problems
+    ]
     if parallel.context > 1:
         obstacles.append(f"parallel.context={parallel.context} sends messages within blocks")
     return next(iter(obstacles), "")
@@ -92,7 +94,7 @@ def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str
     if device == "cpu" or (job.tasks_per_node and not job.gpus_per_node):
         setting = f"{job.section}.tasks_per_node={per_node}"
     return [
-        f"{axes} {verb} {parallel.ranks_in_words}, and the {job.section} section asks for {ranks} "
+        f"{axes} {verb} {parallel.rank_count_text}, and the {job.section} section asks for {ranks} "
         f"({job.section}.nodes={job.nodes} of {job.ranks_per_node}); for example "
         f"{job.section}.nodes={-(-num_needed // per_node)} {setting}"
     ]
@@ -108,7 +110,7 @@ def _check_without_zero(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {requirement}"
 
 
-def _conflicts_with_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _find_expert_parallel_conflicts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.expert > 1."""
     conflicts = {
         "parallel.zero_stage": parallel.zero_stage is not None,
@@ -120,7 +122,7 @@ def _conflicts_with_expert_parallel(parallel: ParallelConfig, train: TrainConfig
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
 
 
-def _conflicts_with_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _find_context_parallel_conflicts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with rows shared by several ranks."""
     option = f"parallel.context={parallel.context}"
     if train.compiles:
@@ -240,7 +242,7 @@ def _check_long_row_settings(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, device: str
 ) -> Iterator[str]:
     if parallel.row_pieces != "auto" and parallel.row_pieces > 1:
-        yield from conflicts_with_row_pieces(parallel, tune, train)
+        yield from find_row_piece_conflicts(parallel, tune, train)
     if not parallel.offload_activations:
         return
     if parallel.recompute != "full":
@@ -260,7 +262,7 @@ def _check_long_row_settings(
         )
 
 
-def conflicts_with_row_pieces(
+def find_row_piece_conflicts(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
 ) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.row_pieces > 1."""
@@ -281,7 +283,7 @@ def conflicts_with_row_pieces(
         )
 
 
-def _conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+def _find_tensor_parallel_conflicts(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
@@ -309,18 +311,18 @@ def _conflicts_with_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> Ite
 
 def allows_tensor_parallel(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.tensor > 1."""
-    return not any(_conflicts_with_tensor_parallel(tune, train))
+    return not any(_find_tensor_parallel_conflicts(tune, train))
 
 
 def allows_expert_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings are compatible with parallel.expert > 1."""
-    return not any(_conflicts_with_expert_parallel(parallel, train))
+    return not any(_find_expert_parallel_conflicts(parallel, train))
 
 
 def allows_context_parallel(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings allow parallel.context > 1 where it divides the ranks."""
     unset_parallel = parallel.model_copy(update={"replicate": None, "shard": None})
-    return not any(_conflicts_with_context_parallel(unset_parallel, train))
+    return not any(_find_context_parallel_conflicts(unset_parallel, train))
 
 
 def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
@@ -342,7 +344,7 @@ def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> I
         yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
 
 
-def _conflicts_with_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+def _find_float8_conflicts(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
     if train.float8 and tune.modules_to_save:
         yield (
             "train.float8=true with tune.modules_to_save: these are trained in tune.param_dtype; "
@@ -355,8 +357,8 @@ def _conflicts_with_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str
         )
 
 
-def _conflicts_with_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
-    for name, value in tune.router_losses.items() if train.compiles else ():
+def _find_compile_conflicts(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+    for name, value in tune.router_loss_factors.items() if train.compiles else ():
         yield (
             f"{name}={value:g} with train.compile=true is not available: routers cannot be watched "
             "in a compiled block; use one of them"
@@ -438,7 +440,7 @@ def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
         )
 
 
-def _conflicts_with_adamw_8bit(parallel: ParallelConfig) -> Iterator[str]:
+def _find_adamw_8bit_conflicts(parallel: ParallelConfig) -> Iterator[str]:
     """Yield a problem for each setting that conflicts with optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (
@@ -523,10 +525,10 @@ def _check_held_out_data(data: DataConfig) -> Iterator[str]:
 
 
 def _check_time_limit(job: JobConfig) -> Iterator[str]:
-    limit_s, name = job.limit_s, f"{job.section}.{job.time_field}"
-    if limit_s is not None and limit_s <= job.leave_before:
+    time_limit_s, name = job.time_limit_s, f"{job.section}.{job.time_field}"
+    if time_limit_s is not None and time_limit_s <= job.leave_before:
         yield (
-            f"{name}={getattr(job, job.time_field)} is {format_seconds(limit_s)} to "
+            f"{name}={getattr(job, job.time_field)} is {format_seconds(time_limit_s)} to "
             f"{job.scheduler}, and the run stops {job.section}.leave_before="
             f"{format_seconds(job.leave_before)} before that; write hours as HH:MM:SS, or lower "
             f"{job.section}.leave_before"

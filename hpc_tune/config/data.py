@@ -15,12 +15,12 @@ from hpc_tune.config.section import PositiveInt, Section, setting
 
 
 LossOn = Literal["answers", "all"]
-_FIELDS = (
+_RECORD_FIELDS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
     "response", "text", "system", "history", "tools", "weight", "loss_scale", "train", "loss",
     "loss_mask", "chosen", "rejected", "label",
 )  # fmt: skip
-_SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
+_WEIGHT_SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
 
 
 def _require_values(columns: Any) -> Any:
@@ -32,8 +32,8 @@ def _require_values(columns: Any) -> Any:
 
 def _check_fields(columns: dict[str, str]) -> dict[str, str]:
     for name, field in columns.items():
-        if field not in _FIELDS:
-            raise ValueError(f"{name}: {field} is not one of {', '.join(_FIELDS)}")
+        if field not in _RECORD_FIELDS:
+            raise ValueError(f"{name}: {field} is not one of {', '.join(_RECORD_FIELDS)}")
     if len(set(columns.values())) < len(columns):
         raise ValueError("two columns are read as the same field")
     return columns
@@ -93,7 +93,7 @@ def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
         return
     yield from check_source_names("data.sources", sources)
     names = [source.label for source in sources]
-    amount_kinds = [_describe_amount(source) for source in sources]
+    amount_kinds = [_describe_weighting(source) for source in sources]
     if set(amount_kinds) not in ({"weight"}, {"epochs"}):
         texts = ", ".join(
             f"{name} has {kind}" for name, kind in zip(names, amount_kinds, strict=True)
@@ -104,7 +104,7 @@ def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
         )
         return
     weights = [source.weight or 0.0 for source in sources]
-    if amount_kinds[0] == "weight" and abs((total := sum(weights)) - 1) > _SUM_TOLERANCE:
+    if amount_kinds[0] == "weight" and abs((total := sum(weights)) - 1) > _WEIGHT_SUM_TOLERANCE:
         shares = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
         yield (
             f"data.sources: the weights add up to {total:g}, and as shares of the learned tokens "
@@ -118,7 +118,7 @@ def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
             )
 
 
-def _describe_amount(source: TrainingSource) -> str:
+def _describe_weighting(source: TrainingSource) -> str:
     if source.weight is not None and source.epochs is not None:
         return "both weight and epochs"
     return "weight" if source.weight is not None else "epochs" if source.epochs else "neither"
@@ -284,14 +284,14 @@ TEMPLATE_SUFFIX = ".jinja"
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """``end`` is the token that ends an answer (None: eos_token); the others are ``controls``."""
+    """``end_token`` is the token that ends an answer (None: eos_token); the others are ``control_tokens``."""
 
-    end: str | None
-    controls: tuple[str, ...] = ()
+    end_token: str | None
+    control_tokens: tuple[str, ...] = ()
 
 
-def _make_template(end: str | None, controls: str = "") -> NamedTemplate:
-    return NamedTemplate(end, tuple(controls.split()))
+def _make_template(end_token: str | None, control_tokens: str = "") -> NamedTemplate:
+    return NamedTemplate(end_token, tuple(control_tokens.split()))
 
 
 NAMED_TEMPLATES = {

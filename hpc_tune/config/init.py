@@ -29,36 +29,41 @@ QUESTIONS = {
     "machine": "Machine: cpu, or NODESxGPUS of each node (1x1, 1x8, 4x8)",
     "method": "Method: lora, qlora (a base of 4 bits), dora, or full (all weights)",
 }
-DEFAULTS = {"model": "builtin:tiny", "data": "builtin:pydocs", "machine": "cpu", "method": "lora"}
-_USUAL_SEQ_LEN, _GLOBAL_SIZE = 4096, 64
-_SEQ_LEN_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
+DEFAULT_ANSWERS = {
+    "model": "builtin:tiny",
+    "data": "builtin:pydocs",
+    "machine": "cpu",
+    "method": "lora",
+}
+_USUAL_SEQ_LEN, _GLOBAL_BATCH_SIZE = 4096, 64
+_SEQ_LEN_ON_CPUS, _GLOBAL_BATCH_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
 
 
 @dataclass(frozen=True)
 class TargetMachine:
     """Number of nodes and of GPUs per node (0: CPU ranks); ``section``: the scheduler's."""
 
-    nodes: int
-    gpus: int
+    num_nodes: int
+    gpus_per_node: int
     section: Literal["slurm", "pbs"]
 
 
 @dataclass(frozen=True)
-class PlannedSizes:
+class PlanPreview:
     """The plan of a run: parallel.recompute, and the host memory of a node in GiB.
 
-    A GPU needs ``device_bytes`` of the ``limit_bytes`` that it is assumed to have; ``fits``:
+    A GPU needs ``device_bytes`` of the ``device_limit_bytes`` that it is assumed to have; ``fits``:
     whether that is enough.
     """
 
     recompute: str
     host_gib_per_node: int
     device_bytes: int
-    limit_bytes: int
+    device_limit_bytes: int
     fits: bool
 
 
-PlanSizes = Callable[[Path, int, int], PlannedSizes | None]
+PlanPreviewer = Callable[[Path, int, int], PlanPreview | None]
 
 
 def collect_answers(
@@ -71,13 +76,13 @@ def collect_answers(
     """
     missing = [name for name in QUESTIONS if option_values.get(name) is None]
     if missing and ask is None:
-        flags = " ".join(f"--{name} {DEFAULTS[name]}" for name in missing)
+        flags = " ".join(f"--{name} {DEFAULT_ANSWERS[name]}" for name in missing)
         raise ConfigError(f"there is nobody to ask; give what is missing as arguments: {flags}")
     complete = {name: value for name, value in option_values.items() if value is not None}
     if ask is not None:
         for name in missing:
-            answer = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip()
-            complete[name] = answer or DEFAULTS[name]
+            answer = ask(f"{QUESTIONS[name]} [{DEFAULT_ANSWERS[name]}]: ").strip()
+            complete[name] = answer or DEFAULT_ANSWERS[name]
     return {name: require_utf8(value) for name, value in complete.items()}
 
 
@@ -85,12 +90,12 @@ def write_config(
     out: Path,
     option_values: Mapping[str, str],
     host_bytes: int,
-    plan_sizes: PlanSizes | None = None,
+    preview_plan: PlanPreviewer | None = None,
     section: Literal["slurm", "pbs"] = "slurm",
 ) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
-    ``host_bytes``: the memory of this machine, for CPU ranks. ``plan_sizes`` plans a run on nodes
+    ``host_bytes``: the memory of this machine, for CPU ranks. ``preview_plan`` plans a run on nodes
     with GPUs. ``section``: that of the scheduler that a job of several nodes is submitted to.
 
     Raises:
@@ -104,7 +109,7 @@ def write_config(
             f"--method {option_values['method']}: expected one of {', '.join(METHODS)}"
         )
 
-    def write(sizes: PlannedSizes | None) -> None:
+    def write(sizes: PlanPreview | None) -> None:
         try:
             write_file(
                 out, "\n".join([*_config_lines(option_values, machine, out.stem, sizes), ""])
@@ -120,8 +125,8 @@ def write_config(
     except ConfigError:
         out.unlink()
         raise
-    if machine.gpus and plan_sizes is not None:
-        write(plan_sizes(out, machine.nodes, machine.gpus))
+    if machine.gpus_per_node and preview_plan is not None:
+        write(preview_plan(out, machine.num_nodes, machine.gpus_per_node))
     return list(_next_commands(out, machine, option_values["data"], host_bytes))
 
 
@@ -140,23 +145,25 @@ def _parse_machine(text: str, section: Literal["slurm", "pbs"]) -> TargetMachine
 
 
 def _config_lines(
-    option_values: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
+    option_values: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlanPreview | None
 ) -> Iterator[str]:
     path, method = option_values["model"], option_values["method"]
-    length, reason = _choose_seq_len(path, _USUAL_SEQ_LEN if machine.gpus else _SEQ_LEN_ON_CPUS)
-    rows = _GLOBAL_SIZE if machine.gpus else _GLOBAL_SIZE_ON_CPUS
+    length, reason = _choose_seq_len(
+        path, _USUAL_SEQ_LEN if machine.gpus_per_node else _SEQ_LEN_ON_CPUS
+    )
+    rows = _GLOBAL_BATCH_SIZE if machine.gpus_per_node else _GLOBAL_BATCH_SIZE_ON_CPUS
     yield f"# Written by `hpc_tune init` for {method} on {option_values['machine']}."
     yield "# All other settings have defaults: python -m hpc_tune --help"
     yield "model:"
     yield f"  path: {_format_scalar(path)}"
-    if machine.gpus:
+    if machine.gpus_per_node:
         yield _commented_line("dtype: bf16", "what GPUs compute fastest in")
     yield "tune:"
     yield f"  method: {method}"
     if method != "full":
         yield _commented_line("rank: 16", "of the adapters; 8 to 64 are usual")
         yield _commented_line("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
-    elif machine.gpus:
+    elif machine.gpus_per_node:
         yield _commented_line(
             "param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding"
         )
@@ -179,7 +186,7 @@ def _config_lines(
         yield _commented_line("lr: 1e-5", "usual for all weights")
     else:
         yield _commented_line("lr: 2e-4", "usual for adapters")
-    if machine.gpus:
+    if machine.gpus_per_node:
         yield "parallel:"
         yield _recompute_line(sizes)
     yield "train:"
@@ -190,16 +197,16 @@ def _config_lines(
     yield _commented_line(
         f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share"
     )
-    if machine.nodes > 1:
+    if machine.num_nodes > 1:
         yield from _job_lines(machine, sizes)
 
 
-def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[str]:
+def _job_lines(machine: TargetMachine, sizes: PlanPreview | None) -> Iterator[str]:
     is_pbs = machine.section == "pbs"
     site_settings = "queue, and filesystems if the site asks" if is_pbs else "partition"
     yield f"{machine.section}:  # for `hpc_tune submit`; add account and {site_settings}"
-    yield f"  nodes: {machine.nodes}"
-    yield f"  gpus_per_node: {machine.gpus}"
+    yield f"  nodes: {machine.num_nodes}"
+    yield f"  gpus_per_node: {machine.gpus_per_node}"
     yield _commented_line("cpus_per_task: 8", "cores of each rank")
     time = "walltime" if is_pbs else "time"
     yield _commented_line(
@@ -218,12 +225,12 @@ def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[s
         )
 
 
-def _recompute_line(sizes: PlannedSizes | None) -> str:
+def _recompute_line(sizes: PlanPreview | None) -> str:
     if sizes is None or sizes.recompute == "selective":
         return _commented_line(
             "recompute: selective", "less memory for a few percent of time; or none"
         )
-    device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
+    device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.device_limit_bytes)
     if sizes.fits:
         return _commented_line(
             "recompute: full", f"with it a GPU needs {device}; without, more than {limit}"
@@ -267,13 +274,15 @@ def _next_commands(out: Path, machine: TargetMachine, data: str, host_bytes: int
     command = f"python -m hpc_tune {{}} --config {shlex.quote(str(out))}"
     yield f"wrote {out}. Next:"
     yield f"  {command.format(f'show {shlex.quote(data)}')}"
-    flags = f"--nodes {machine.nodes} --gpus-per-node {machine.gpus} --device-memory 80GiB"
+    flags = (
+        f"--nodes {machine.num_nodes} --gpus-per-node {machine.gpus_per_node} --device-memory 80GiB"
+    )
     flags += " --host-memory 512GiB"
-    if not machine.gpus:
+    if not machine.gpus_per_node:
         flags = f"--cpu --gpus-per-node 1 --host-memory {host_bytes >> 20}MiB"
     yield f"  {command.format('plan')} {flags}"
-    if machine.nodes > 1:
+    if machine.num_nodes > 1:
         yield f"  {command.format('submit')} --dry-run"
     else:
-        launcher = f"mpirun -np {machine.gpus} " if machine.gpus > 1 else ""
+        launcher = f"mpirun -np {machine.gpus_per_node} " if machine.gpus_per_node > 1 else ""
         yield f"  {launcher}{command.format('train')}"

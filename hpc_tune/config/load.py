@@ -29,10 +29,10 @@ from hpc_tune.config.constraints import check_config
 from hpc_tune.config.data import HeldOutSource, TrainingSource
 from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import PathKind, SettingFacts, facts_of, flatten
+from hpc_tune.config.section import PathKind, SettingMetadata, field_metadata, flatten_settings
 from hpc_tune.errors import ConfigError, first_line, require_utf8
 from hpc_tune.files import write_file
-from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_repo_cache
+from hpc_tune.hub_cache import HubKind, find_cached_snapshot, find_snapshot, is_repo_cache
 from hpc_tune.log import log
 from hpc_tune.safe_yaml import load_yaml
 
@@ -44,10 +44,10 @@ _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 def _expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths in place; yield a problem for each variable or revision that does not exist."""
-    for name, facts in setting_facts().items():
+    for name, metadata in setting_metadata().items():
         part, _, key = name.partition(".")
-        if facts.path and isinstance(fields := values.get(part), dict):
-            yield from _expand_field_in_place(name, fields, key, facts.path)
+        if metadata.path and isinstance(fields := values.get(part), dict):
+            yield from _expand_field_in_place(name, fields, key, metadata.path)
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
     for setting in ("sources", "eval_sources"):
@@ -107,7 +107,7 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
         if kind == "model" and is_repo_cache(folder) and not (folder / "config.json").exists():
             snapshot = find_snapshot(folder)
         else:
-            snapshot = None if folder.exists() else find_in_cache(path, kind)
+            snapshot = None if folder.exists() else find_cached_snapshot(path, kind)
     except OSError:  # a name that is too long for a file, or a folder that may not be read
         return path
     except ValueError as error:
@@ -129,7 +129,7 @@ def resolve_hub_path(name: str, path: str, kind: HubKind) -> str:
 # (HF_TOKEN, WANDB_API_KEY), NAME=value with such a name in a command, and tokens by their prefix.
 
 
-MASK = "***"
+SECRET_MASK = "***"
 _SECRET_WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS"
 _SECRET_NAME = re.compile(rf"(?:\w+_)?(?:{_SECRET_WORDS})")
 _MIN_SECRET_CHARS = 8  # a shorter value may be part of any text
@@ -145,13 +145,13 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return ``text`` with each secret replaced by ***."""
     for name, value in environ.items():
         if len(value) >= _MIN_SECRET_CHARS and _SECRET_NAME.fullmatch(name):
-            text = text.replace(value, MASK)
+            text = text.replace(value, SECRET_MASK)
     return _SECRET_PATTERN.sub(
-        lambda match: next((prefix for prefix in match.groups() if prefix), "") + MASK, text
+        lambda match: next((prefix for prefix in match.groups() if prefix), "") + SECRET_MASK, text
     )
 
 
-def _find_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
+def _check_no_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each setting that contains a secret; the text masks the secret."""
     for name, value in settings.items():
         text = str(value)
@@ -165,7 +165,7 @@ def _find_secrets(settings: Mapping[str, Any]) -> Iterator[str]:
 # -- Merge files and overrides into one configuration.
 
 
-_ADVICE = {
+_ADVICE_BY_KEY = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; pass a settings file by --config FILE",
 }
@@ -219,7 +219,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
         problems.append(f"{source}: {_explain_interpolation_error(error)}")
         raise ConfigError(_join_problems(problems)) from None
     problems += _expand_paths_in_place(values)
-    if unwritable := list(_find_unencodable_text(values)):
+    if unwritable := list(_check_encodable_text(values)):
         raise ConfigError(_join_problems([*problems, *unwritable]))
     try:
         config = RunConfig.model_validate(values)
@@ -227,7 +227,7 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
         raise ConfigError(
             _join_problems([*problems, *explain_errors(error.errors(), source)])
         ) from None
-    secrets = _find_secrets(flatten(config.model_dump()))
+    secrets = _check_no_secrets(flatten_settings(config.model_dump()))
     if problems := [*problems, *check_config(config), *secrets]:
         raise ConfigError(_join_problems(problems))
     if config.optim.lr == "auto":
@@ -279,7 +279,7 @@ def _as_dict(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
     return values
 
 
-def _find_unencodable_text(values: dict[Any, Any]) -> Iterator[str]:
+def _check_encodable_text(values: dict[Any, Any]) -> Iterator[str]:
     """Yield a problem for each text that cannot be encoded, such as a lone surrogate from YAML."""
     for part, fields in values.items():
         for name, value in fields.items() if isinstance(fields, dict) else (("", fields),):
@@ -307,13 +307,13 @@ def write_resolved_config(config: RunConfig, path: Path) -> None:
 
 def setting_names() -> list[str]:
     """Return the dotted name of every field."""
-    return list(setting_facts())
+    return list(setting_metadata())
 
 
 @functools.cache
-def setting_facts() -> Mapping[str, SettingFacts]:
+def setting_metadata() -> Mapping[str, SettingMetadata]:
     """Return the facts of every field by its dotted name."""
-    return {name: facts_of(field) for name, field in _iterate_fields()}
+    return {name: field_metadata(field) for name, field in _iterate_fields()}
 
 
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
@@ -342,7 +342,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
                     else (key, known_names)
                 )
                 hint = (
-                    _ADVICE.get(key) or _suggest_similar_name(*lookup)
+                    _ADVICE_BY_KEY.get(key) or _suggest_similar_name(*lookup)
                 ) + _scheduler_option_hint(key)
                 unknown_keys.append(f"{key}: no such key in {source} or its overrides{hint}")
             continue
@@ -376,7 +376,7 @@ def _scheduler_option_hint(name: str) -> str:
 
 def _names_in_section(name: str, value: Any) -> list[str]:
     """Return the dotted names inside an unknown section, such as lora.r inside lora."""
-    if name in _ADVICE or "." in name or not isinstance(value, dict) or not value:
+    if name in _ADVICE_BY_KEY or "." in name or not isinstance(value, dict) or not value:
         return [name]
     return [f"{name}.{key}" for key in value]
 
@@ -391,9 +391,9 @@ def _load_default_yaml(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = OmegaConf.create(load_yaml(text))
     for override in overrides:
-        facts = setting_facts().get(override.partition("=")[0])
-        if facts is not None and facts.replaces is not None:
-            OmegaConf.update(tree, facts.replaces, None)
+        metadata = setting_metadata().get(override.partition("=")[0])
+        if metadata is not None and metadata.replaces is not None:
+            OmegaConf.update(tree, metadata.replaces, None)
     return tree
 
 
@@ -487,7 +487,7 @@ def config_flag_hint(word: str) -> str:
 def _suggest_similar_name(name: str, known_names: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     by_last_part = [k for k in known_names if k.rpartition(".")[2] == last]
-    by_alias = [k for k, facts in setting_facts().items() if last in facts.aliases.split()]
+    by_alias = [k for k, metadata in setting_metadata().items() if last in metadata.aliases.split()]
     similar_names = (
         by_last_part
         or by_alias

@@ -185,7 +185,7 @@ class ParallelConfig(Section):
         return ranks == num_needed or (self.takes_more_ranks and ranks % num_needed == 0)
 
     @property
-    def ranks_in_words(self) -> str:
+    def rank_count_text(self) -> str:
         """How many ranks the axes need, such as ``"a multiple of 4 ranks"``."""
         return f"{'a multiple of ' if self.takes_more_ranks else ''}{self.ranks_needed} ranks"
 

@@ -41,26 +41,26 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) < math.inf
 
 
-def _is_above_0(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_above_0(value)
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and _is_positive(value)
 
 
-def _are_factors(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_above_0, value))
+def _is_list_of_positives(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_positive, value))
 
 
 _VALUE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "factor": (lambda v: _is_number(v) and v >= 1, "a number of 1 or more"),
-    ORIGINAL_LENGTH_KEY: (_is_count, "a number of tokens"),
-    "short_factor": (_are_factors, "a list of numbers above 0"),
-    "long_factor": (_are_factors, "a list of numbers above 0"),
+    ORIGINAL_LENGTH_KEY: (_is_positive_int, "a number of tokens"),
+    "short_factor": (_is_list_of_positives, "a list of numbers above 0"),
+    "long_factor": (_is_list_of_positives, "a list of numbers above 0"),
     "truncate": (lambda v: isinstance(v, bool), "true or false"),
 }
-_POSITIVE_NUMBER = (_is_above_0, "a number above 0")
+_POSITIVE_CHECK = (_is_positive, "a number above 0")
 
 
 def _check_rope_scaling(raw_value: Any) -> dict[str, Any] | None:
@@ -82,7 +82,7 @@ def _check_rope_scaling(raw_value: Any) -> dict[str, Any] | None:
         if values.get(key) is None
     ]
     for key, value in values.items():
-        is_right, expected = _VALUE_CHECKS.get(key, _POSITIVE_NUMBER)
+        is_right, expected = _VALUE_CHECKS.get(key, _POSITIVE_CHECK)
         if key not in (*required, *optional):
             problems.append(f"{kind} has no {key} (it has {', '.join((*required, *optional))})")
         elif value is not None and not is_right(value):

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Seconds, Section, setting
 
-_TIME_PATTERN = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_SLURM_TIME_PATTERN = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _MEMORY_PATTERN = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
-_MIN_MEGABYTES = 1000
+_MIN_UNITLESS_MEGABYTES = 1000
 
 
 def slurm_time_to_seconds(text: str) -> float | None:
@@ -21,7 +21,7 @@ def slurm_time_to_seconds(text: str) -> float | None:
     """
     if text.lower() in ("unlimited", "infinite"):
         return None
-    match = _TIME_PATTERN.fullmatch(text)
+    match = _SLURM_TIME_PATTERN.fullmatch(text)
     if match is None:
         raise ValueError("Slurm takes MINUTES, HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
     days, *parts = (None if part is None else int(part) for part in match.groups())
@@ -41,13 +41,13 @@ def _check_slurm_memory(text: str | None) -> str | None:
     match = _MEMORY_PATTERN.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T after it, such as 700G")
-    if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
+    if match and match[2] is None and 0 < int(match[1]) < _MIN_UNITLESS_MEGABYTES:
         raise ValueError(f"Slurm reads {text} as {text} MB; write the unit, such as {text}G")
     return text
 
 
 # Options of sbatch that would contradict the script, and what to use instead.
-_OPTION_SETTINGS = {
+_SBATCH_OPTION_SETTINGS = {
     "account": "slurm.account", "A": "slurm.account", "partition": "slurm.partition",
     "p": "slurm.partition", "qos": "slurm.qos", "q": "slurm.qos", "nodes": "slurm.nodes",
     "N": "slurm.nodes", "ntasks-per-node": "slurm.tasks_per_node", "cpus-per-task":
@@ -58,19 +58,19 @@ _OPTION_SETTINGS = {
     "slurm.nodes and slurm.tasks_per_node", "array": "slurm/sweep.sh, which gives each task a "
     "run.dir of its own", "a": "slurm/sweep.sh, which gives each task a run.dir of its own",
 }  # fmt: skip
-_OPTION = re.compile(
+_SBATCH_OPTION_PATTERN = re.compile(
     r"-([A-Za-z])[\w@%+=:,./\[\]|&*()-]*|--([a-z][a-z-]*)(=[\w@%+=:,./\[\]|&*()-]+)?"
 )
 
 
 def _check_sbatch_options(options: list[str]) -> list[str]:
     for option in options:
-        match = _OPTION.fullmatch(option)
+        match = _SBATCH_OPTION_PATTERN.fullmatch(option)
         if match is None:
             raise ValueError(
                 f"{option!r} is not an sbatch option in one word, such as --constraint=gpu"
             )
-        if replacement := _OPTION_SETTINGS.get(match[1] or match[2]):
+        if replacement := _SBATCH_OPTION_SETTINGS.get(match[1] or match[2]):
             raise ValueError(f"{option} is set by another name here: use {replacement}")
     return options
 
@@ -173,7 +173,7 @@ class JobConfig(Section):
         return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]
 
     @property
-    def limit_s(self) -> float | None:
+    def time_limit_s(self) -> float | None:
         """The seconds of the time limit; None: no limit."""
         raise NotImplementedError
 
@@ -225,7 +225,7 @@ class SlurmConfig(JobConfig):
     )
 
     @property
-    def limit_s(self) -> float | None:
+    def time_limit_s(self) -> float | None:
         """The seconds of the time limit; None: no limit."""
         return slurm_time_to_seconds(self.time)
 
@@ -236,9 +236,9 @@ class SlurmConfig(JobConfig):
 
 
 _PBS_TIME_PATTERN = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+)", re.ASCII)
-_VALUE = r"[\w@%+=:,./\[\]|&*^()-]+"
-_PBS_OPTION = re.compile(rf"-([A-Za-z]) *({_VALUE})", re.ASCII)
-_CHUNK = re.compile(r"[A-Za-z]\w*=[\w@%+,./-]+(?::[A-Za-z]\w*=[\w@%+,./-]+)*", re.ASCII)
+_PBS_VALUE_PATTERN = r"[\w@%+=:,./\[\]|&*^()-]+"
+_PBS_OPTION_PATTERN = re.compile(rf"-([A-Za-z]) *({_PBS_VALUE_PATTERN})", re.ASCII)
+_PBS_CHUNK_PATTERN = re.compile(r"[A-Za-z]\w*=[\w@%+,./-]+(?::[A-Za-z]\w*=[\w@%+,./-]+)*", re.ASCII)
 # Options of qsub that would contradict the script, and what to use instead.
 _PBS_OPTION_SETTINGS = {
     "A": "pbs.account", "q": "pbs.queue", "N": "pbs.job_name", "o": "pbs.output",
@@ -250,7 +250,7 @@ _PBS_OPTION_SETTINGS = {
     "S": "nothing: the script is one of bash",
     "C": "nothing: directives begin with #PBS", "z": "nothing: the job's number is needed",
 }  # fmt: skip
-_RESOURCE_SETTINGS = {
+_PBS_RESOURCE_SETTINGS = {
     "walltime": "pbs.walltime", "select": "pbs.nodes and pbs.chunk", "place": "pbs.place",
     "filesystems": "pbs.filesystems", "nodes": "pbs.nodes", "ncpus": "pbs.cpus_per_task",
     "ngpus": "pbs.gpus_per_node", "mem": "pbs.memory", "mpiprocs": "pbs.tasks_per_node",
@@ -284,7 +284,7 @@ def _check_pbs_memory(text: str | None) -> str | None:
 
 
 def _check_chunk(text: str | None) -> str | None:
-    if text and not _CHUNK.fullmatch(text):
+    if text and not _PBS_CHUNK_PATTERN.fullmatch(text):
         raise ValueError(
             "expected resources of one node, such as ncpus=64:ngpus=4:system=polaris; the number "
             "of nodes is pbs.nodes"
@@ -294,14 +294,14 @@ def _check_chunk(text: str | None) -> str | None:
 
 def _check_pbs_options(options: list[str]) -> list[str]:
     for option in options:
-        match = _PBS_OPTION.fullmatch(option)
+        match = _PBS_OPTION_PATTERN.fullmatch(option)
         if match is None:
             raise ValueError(f"{option!r} is not a qsub option with its value, such as '-k doe'")
         replacement = _PBS_OPTION_SETTINGS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
             replacement = next(
-                (_RESOURCE_SETTINGS[n] for n in names if n in _RESOURCE_SETTINGS), None
+                (_PBS_RESOURCE_SETTINGS[n] for n in names if n in _PBS_RESOURCE_SETTINGS), None
             )
         if match[1] == "W" and "depend" in names:
             replacement = "nothing: each job waits for the one before it"
@@ -370,6 +370,6 @@ class PbsConfig(JobConfig):
     )
 
     @property
-    def limit_s(self) -> float:
+    def time_limit_s(self) -> float:
         """The seconds of the time limit."""
         return pbs_time_to_seconds(self.walltime)

@@ -15,7 +15,15 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.rope import RopeScaling
 from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
-from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps, setting
+from hpc_tune.config.section import (
+    Bytes,
+    MemoryBytes,
+    PositiveInt,
+    ProfiledSteps,
+    Seconds,
+    Section,
+    setting,
+)
 from hpc_tune.config.tune import TuneConfig
 
 STAGING_BYTES = 256 << 20  # checkpoint.staging_bytes=auto on CPUs
@@ -91,7 +99,7 @@ class MemoryConfig(Section):
         "activations, and last with a checkpoint and a stop; observe: only measure memory and "
         "report it; off: do not measure.",
     )
-    host_limit: Memory | None = setting(
+    host_limit: MemoryBytes | None = setting(
         None,
         "free",
         "Bytes of host memory that this job may use on a node, such as 64GiB. Unset: "
@@ -192,7 +200,7 @@ class TrainConfig(Section):
         "stops with exit code 75. Unset: no limit; under Slurm the run knows when the job ends "
         "without it.",
     )
-    profile: Steps | None = setting(
+    profile: ProfiledSteps | None = setting(
         None,
         "free",
         "STEP:COUNT: write torch profiler traces of COUNT optimizer steps of each "

@@ -24,7 +24,7 @@ PathKind = Literal["file", "model", "dataset"]
 
 
 @dataclass(frozen=True)
-class SettingFacts:
+class SettingMetadata:
     """The facts about a setting besides its type, default and description.
 
     resume: how a resumed run handles a changed value. same: refused, since it would make a
@@ -55,17 +55,17 @@ def setting(
     replaces: str | None = None,
     aliases: str = "",
 ) -> Any:
-    """Return the field of a section; see ``SettingFacts``."""
-    facts = SettingFacts(resume, path, unordered, replaces, aliases)
-    return Field(default, description=description, json_schema_extra=asdict(facts))
+    """Return the field of a section; see ``SettingMetadata``."""
+    metadata = SettingMetadata(resume, path, unordered, replaces, aliases)
+    return Field(default, description=description, json_schema_extra=asdict(metadata))
 
 
-def facts_of(field: FieldInfo) -> SettingFacts:
+def field_metadata(field: FieldInfo) -> SettingMetadata:
     """Return the facts of a field that ``setting`` made."""
-    return SettingFacts(**field.json_schema_extra)  # type: ignore[arg-type]
+    return SettingMetadata(**field.json_schema_extra)  # type: ignore[arg-type]
 
 
-def flatten(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def flatten_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a dumped configuration by full names such as ``train.seed``."""
     return {f"{name}.{key}": v for name, fields in sections.items() for key, v in fields.items()}
 
@@ -98,9 +98,11 @@ def _check_profiled_steps(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(lambda v: _parse_unless_none(v, parse_bytes)), Field(gt=0)]
-Memory = Annotated[int, BeforeValidator(lambda v: _parse_unless_none(v, parse_memory)), Field(gt=0)]
+MemoryBytes = Annotated[
+    int, BeforeValidator(lambda v: _parse_unless_none(v, parse_memory)), Field(gt=0)
+]
 Seconds = Annotated[
     float, BeforeValidator(lambda v: _parse_unless_none(v, parse_seconds)), Field(gt=0)
 ]
-Steps = Annotated[str, BeforeValidator(_check_profiled_steps)]
+ProfiledSteps = Annotated[str, BeforeValidator(_check_profiled_steps)]
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -28,7 +28,7 @@ def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} has the value {value}, expected more than 0")
         try:
             re.compile(key)
-            re.compile(_match_path_end(key))  # (?i) may not follow other text, (?i:...) may
+            re.compile(_path_end_pattern(key))  # (?i) may not follow other text, (?i:...) may
         except re.error as error:
             raise ValueError(
                 f"{key} is not a regular expression for the end of a path: {error}"
@@ -38,10 +38,10 @@ def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
 
 def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
     """Return the patterns that match a layer's whole path or its end after a dot, as in peft."""
-    return [key for key in patterns if re.match(_match_path_end(key), layer)]
+    return [key for key in patterns if re.match(_path_end_pattern(key), layer)]
 
 
-def _match_path_end(pattern: str) -> str:
+def _path_end_pattern(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
@@ -247,12 +247,12 @@ class TuneConfig(Section):
     )
 
     @property
-    def base_packing(self) -> str:
+    def base_format(self) -> str:
         """The packed format of the blocks' frozen weights, in words; "" for model.dtype."""
         return "4 bits" if self.method == "qlora" else "float8" if self.base_dtype else ""
 
     @property
-    def router_losses(self) -> dict[str, float]:
+    def router_loss_factors(self) -> dict[str, float]:
         """The factors of the router losses that are set, by the setting's name."""
         factors = {"router_aux_loss": self.router_aux_loss, "router_z_loss": self.router_z_loss}
         return {f"tune.{name}": value for name, value in factors.items() if value is not None}

@@ -3,9 +3,9 @@
 from typing import Any
 
 from hpc_tune.convert import hf_trainer, preferences, rules
-from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LISTS, list_readable_data_files
+from hpc_tune.convert.axolotl_data import DATA_RULES, DATASET_LIST_KEYS, list_readable_data_files
 from hpc_tune.convert.rules import (
-    NO_ADAPTERS,
+    ADAPTER_ONLY_KEY,
     OFF_KEY,
     OFF_VALUES,
     SFT,
@@ -23,10 +23,10 @@ from hpc_tune.convert.rules import (
 _FULL_METHOD_REMARK = "none: all weights are trained"
 _OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 # Plugins that change how something is computed, but not the result.
-_KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
+_KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
 # Values of dpo_loss_type that correspond to our objective dpo.
 _DPO_LOSS_TYPES = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
-_BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
+_BETA_KEYS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
 
 
 def _read_method(config: ForeignConfig) -> str:
@@ -60,7 +60,7 @@ def _convert_weight_dtype(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
     if config.method == "full":
-        return NO_ADAPTERS
+        return ADAPTER_ONLY_KEY
     if not hf_trainer.are_expert_stacks(config.get("lora_target_parameters")):
         return _convert_layer_targets(config)
     has_layers = config.get("lora_target_modules") or config.is_on("lora_target_linear")
@@ -82,9 +82,9 @@ def _convert_layer_targets(config: ForeignConfig) -> Outcome:
     names = config.get("lora_target_modules", False)
     if names is False or names in ("all-linear", "all_linear"):
         names = []
-    is_list = isinstance(names, list) and hf_trainer.are_names(names)
+    is_list = isinstance(names, list) and hf_trainer.is_name_or_names(names)
     if not is_list or not all(name.replace("_", "").isalnum() for name in names):
-        return hf_trainer.NO_LAYER_NAMES
+        return hf_trainer.LAYER_PATTERN_KEY
     if not config.is_on("lora_target_linear") and names:
         return hf_trainer.convert_targets(names, "base_model", config)
     if extra_names := [name for name in names if name in ("lm_head", "embed_tokens")]:
@@ -123,7 +123,7 @@ def _convert_bf16(value: Any, config: ForeignConfig) -> Outcome:
         return MappedKey(settings, "adapters and their state stay in fp32")
     if config.get("deepspeed"):
         return MappedKey(settings, "trained weights are kept in fp32, as DeepSpeed does")
-    return MappedKey({**settings, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+    return MappedKey({**settings, "tune.param_dtype": "bf16"}, rules.PURE_BF16_REMARK)
 
 
 def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
@@ -150,9 +150,9 @@ def _convert_trackers(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_plugins(value: Any, config: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
-    other_plugins = [name for name in names if name not in _KERNELS]
+    other_plugins = [name for name in names if name not in _KERNEL_PLUGINS]
     if not other_plugins:
-        return IgnoredKey(hf_trainer.OWN_KERNELS)
+        return IgnoredKey(hf_trainer.OWN_KERNEL_REASON)
     return UnsupportedKey(f"{' and '.join(other_plugins)}: there are no plugins", to_do=True)
 
 
@@ -170,7 +170,7 @@ def _default_settings(config: ForeignConfig) -> dict[str, Any]:
         defaults["num_epochs"] = 1.0
     if any(config.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
         del defaults["bf16"]
-    if config.has_preferences and all(config.get(key) is None for key in _BETAS):
+    if config.has_preferences and all(config.get(key) is None for key in _BETA_KEYS):
         defaults["rl_beta"] = 0.1
     return defaults | (
         {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if config.objective == "simpo" else {}
@@ -212,7 +212,7 @@ def _convert_smoothing(value: Any, config: ForeignConfig) -> Outcome:
 
 def _beta_rule(key: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        first_key = next((name for name in _BETAS if config.get(name) is not None), key)
+        first_key = next((name for name in _BETA_KEYS if config.get(name) is not None), key)
         if config.has_preferences and first_key != key:
             return IgnoredKey(f"{first_key} takes precedence")
         return rules.apply_rule("tune.beta", value, config)
@@ -264,7 +264,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     **hf_trainer.peft_pattern_rules("lora_rank_pattern", "tune.rank_pattern"),
     **hf_trainer.peft_pattern_rules("lora_alpha_pattern", "tune.alpha_pattern"),
     "lora_dropout": preferences.override_for_preferences(
-        preferences.NO_DROPOUT_THERE, "tune.dropout"
+        preferences.UNUSED_DROPOUT_KEY, "tune.dropout"
     ),
     "lora_modules_to_save": hf_trainer.convert_modules_to_save,
     "peft_trainable_token_indices": rules.ignore_if_off("tune.trainable_tokens"),
@@ -309,7 +309,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     "plugins": _convert_plugins,
     # Keys for training on preferences, which trl does.
     "rl": _convert_rl,
-    **{key: _beta_rule(key) for key in _BETAS},
+    **{key: _beta_rule(key) for key in _BETA_KEYS},
     **preferences.restrict_to_preferences(_PREFERENCE_RULES),
     "kto_desirable_weight": "tune.desirable_weight",
     "kto_undesirable_weight": "tune.undesirable_weight",
@@ -337,8 +337,8 @@ _IGNORED_KEYS = {
         "multipack_real_batches batch_flattening total_num_tokens total_supervised_tokens "
         "pretrain_multipack_attn pretraining_sample_concatenation"
     ),
-    rules.LARGEST_MICRO_BATCH: "eval_batch_size",
-    hf_trainer.OWN_KERNELS: "flash_attention sdp_attention xformers_attention flex_attention "
+    rules.MICRO_BATCH_REASON: "eval_batch_size",
+    hf_trainer.OWN_KERNEL_REASON: "flash_attention sdp_attention xformers_attention flex_attention "
     "eager_attention sage_attention attn_implementation attention flex_attn_compile_kwargs.* "
     "flash_optimum flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv "
     "flash_attn_fuse_mlp gemma4_hybrid_attn_impl unsloth_cross_entropy_loss unsloth_lora_mlp "
@@ -362,7 +362,7 @@ _IGNORED_KEYS = {
     "checkpoints go by time and steps, not by epochs; the last weights are saved": (
         "save_only_model save_first_step saves_per_epoch dynamic_checkpoint.*"
     ),
-    hf_trainer.HELD_OUT_LOSS: "evaluation_strategy eval_sequence_len",
+    hf_trainer.HELD_OUT_LOSS_REASON: "evaluation_strategy eval_sequence_len",
     "checkpoint.resume=auto: rerun the same command": "auto_resume_from_checkpoints",
     rules.EXPORT_MERGE_REASON: "merge_lora merge_method",
     "recomputing is PyTorch's own, not reentrant": "gradient_checkpointing_kwargs.*",
@@ -410,7 +410,7 @@ _UNSUPPORTED_KEYS = {
         "do_bench_eval bench_dataset bench_split generate_samples lm_eval_tasks "
         "lm_eval_batch_size lm_eval_model"
     ),
-    hf_trainer.NO_TRACKER: "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+    hf_trainer.TRACKER_HINT: "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
     "hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace comet_project_name "
     "comet_experiment_key comet_mode comet_online comet_experiment_config.* trackio_project_name "
     "trackio_run_name use_otel_metrics otel_metrics_host otel_metrics_port swanlab_experiment_name "
@@ -430,14 +430,14 @@ _TODO_KEYS = {
     "jagged_restart_anneal_steps peft_ensure_weight_tying",
     "no parts are frozen: adapters are trained, or all weights": "unfrozen_parameters "
     "lisa_n_layers lisa_step_interval spectrum_top_fraction spectrum_model_name",
-    hf_trainer.ROUTER_LOSS: "model_config.router_aux_loss_coef "
+    hf_trainer.ROUTER_LOSS_ADVICE: "model_config.router_aux_loss_coef "
     "overrides_of_model_config.router_aux_loss_coef",
     hf_trainer.ROPE_ADVICE: "overrides_of_model_config.rope_scaling.* model_config.rope_scaling.*",
     hf_trainer.SHAPE_ADVICE: "overrides_of_model_config.* model_config.* peft_layer_replication "
     "reinit_weights random_init_weights scaling_softmax scaling_softmax_factor "
     "scaling_softmax_bias s2_attention llama4_linearized_experts use_pose pose_split_on_token_ids "
     "pose_max_context_len pose_num_chunks",
-    rules.NO_NEW_TOKENS: "tokens added_tokens_overrides special_tokens.additional_special_tokens "
+    rules.VOCAB_ADVICE: "tokens added_tokens_overrides special_tokens.additional_special_tokens "
     "fix_untrained_tokens",
     "the tokenizer's own token is used: if it differs, change it there": (
         "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token "
@@ -445,7 +445,7 @@ _TODO_KEYS = {
     ),
     "put that tokenizer's files into model.path": "tokenizer_config",
     "name the directory of that revision in model.path": "revision_of_model model_revision",
-    rules.SYSTEM_MESSAGE: "default_system_message",
+    rules.SYSTEM_MESSAGE_ADVICE: "default_system_message",
     "cut the data beforehand": "dataset_shard_num dataset_shard_idx",
     "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
     rules.SHUFFLE_REASON: "curriculum_sampling sample_packing_sequentially",
@@ -462,7 +462,7 @@ _TODO_KEYS = {
 }
 _CHOSEN_FIELDS = "field_chosen field_rejected type.field_chosen type.field_rejected"
 _CHOSEN_KEYS = " ".join(
-    f"{part}.{key}" for part in DATASET_LISTS[:2] for key in _CHOSEN_FIELDS.split()
+    f"{part}.{key}" for part in DATASET_LIST_KEYS[:2] for key in _CHOSEN_FIELDS.split()
 )
 _MEDIA_KEYS = "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules"
 
@@ -516,5 +516,5 @@ AXOLOTL = Tool(
             "Stay with {tool} for it",
         ),
     ),
-    DATASET_LISTS,
+    DATASET_LIST_KEYS,
 )

@@ -18,11 +18,11 @@ from hpc_tune.convert.rules import (
     rule_for_keys,
 )
 
-_BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
-DATASET_LISTS = ("datasets", "test_datasets", "pretraining_dataset")
+_PLAIN_FORMATS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
+DATASET_LIST_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
-_FORM_BY_KEYS = IgnoredKey(rules.FORM_REASON)
-_LEARNED_ANSWERS = IgnoredKey(
+_FORM_IMPLIED_KEY = IgnoredKey(rules.FORM_REASON)
+_ANSWERS_LEARNED_KEY = IgnoredKey(
     "the assistant's answers are learned, each up to the token that ends it"
 )
 # Types whose records have fields that hpc_tune knows; axolotl adds words of its own to some.
@@ -30,7 +30,7 @@ _ALPACA_TYPES = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", 
 _QUESTION_TYPES = ("jeopardy", "context_qa.load_v2")
 _TEXT_TYPES = ("completion", "pretrain")
 # How the columns of other types are read.
-_COLUMNS = {
+_COLUMNS_BY_TYPE = {
     "oasst": {"INSTRUCTION": "instruction", "RESPONSE": "output"},
     "summarizetldr": {"article": "prompt", "summary": "completion"},
     "alpaca_chat.load_camel_ai": {"message_1": "prompt", "message_2": "completion"},
@@ -83,7 +83,7 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
 def _path_rule(dataset_list: str, our_key: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if value in _LOADERS:
-            return rules.FORMAT_BY_ENDING
+            return rules.FORMAT_IMPLIED_KEY
         items = config.items(dataset_list)
         item = next(i for i in items if value in (i.get("path"), i.get("data_files")))
         if not _usable_files(item):
@@ -106,7 +106,7 @@ def _convert_type(value: Any, config: ForeignConfig) -> Outcome:
         if kind == "chat_template":
             return IgnoredKey("prompt and answers are written by the chat template")
         return rules.explain_chat_template(kind)
-    if name in _COLUMNS:
+    if name in _COLUMNS_BY_TYPE:
         return MappedKey({"data.columns": _all_columns(config)})
     if name in _TEXT_TYPES:
         return IgnoredKey("records with text are learned as a whole")
@@ -132,12 +132,12 @@ def _convert_column(value: Any, config: ForeignConfig) -> Outcome:
     if value in columns:
         return MappedKey({"data.columns": columns})
     if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_COLUMN_ALIASES):
-        return _FORM_BY_KEYS
+        return _FORM_IMPLIED_KEY
     return UnsupportedKey("data.columns reads it as something else for another dataset", to_do=True)
 
 
 def _convert_format(value: Any, config: ForeignConfig) -> Outcome:
-    if str(value).strip() in _BARE_FIELDS:
+    if str(value).strip() in _PLAIN_FORMATS:
         return IgnoredKey("prompt and answers are taken from their columns")
     return UnsupportedKey(
         "the chat template writes prompt and answers: write it as a Jinja file, and set "
@@ -149,7 +149,7 @@ def _convert_format(value: Any, config: ForeignConfig) -> Outcome:
 def _all_columns(config: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; each field keeps the first column found."""
     columns: dict[str, str] = {}
-    for dataset_list in DATASET_LISTS:
+    for dataset_list in DATASET_LIST_KEYS:
         for item in config.items(dataset_list):
             for name, field in _find_renamed_columns(item, config.has_preferences):
                 if field not in columns.values():
@@ -159,7 +159,7 @@ def _all_columns(config: ForeignConfig) -> dict[str, str]:
 
 def _find_renamed_columns(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
     """Yield (column, field) for the columns whose names differ from those of their fields."""
-    yield from _COLUMNS.get(str(item.get("type")), {}).items()
+    yield from _COLUMNS_BY_TYPE.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
         name = str(item.get(key, field))
         if field not in (name, _COLUMN_ALIASES.get(name)):
@@ -224,12 +224,12 @@ def _convert_excess_length(value: Any, config: ForeignConfig) -> Outcome:
     return UnsupportedKey(f"{reason}, not dropped: drop them beforehand", to_do=True)
 
 
-_CHAT_TEMPLATE: dict[str, Rule] = {
+_CHAT_TEMPLATE_RULES: dict[str, Rule] = {
     "chat_template": _convert_template,
     "chat_template_jinja": _convert_jinja,
 }
 _MAPPED_RULES: dict[str, Rule] = {
-    **_CHAT_TEMPLATE,
+    **_CHAT_TEMPLATE_RULES,
     "conversation": _convert_template,
     "type": _convert_type,
     **rule_for_keys(_convert_column, " ".join(_FIELD_KEYS)),
@@ -246,7 +246,7 @@ _MAPPED_RULES: dict[str, Rule] = {
         preferences.ANSWERS_ONLY_KEY,
         rules.known_values_rule(
             (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-            _LEARNED_ANSWERS,
+            _ANSWERS_LEARNED_KEY,
             rules.known_values_rule(
                 ([],),
                 IgnoredKey("marks in the data tell which answers are learned"),
@@ -260,7 +260,9 @@ _MAPPED_RULES: dict[str, Rule] = {
         preferences.override_for_preferences(
             preferences.ANSWERS_ONLY_KEY,
             rules.known_values_rule(
-                ("turn",), _LEARNED_ANSWERS, UnsupportedKey(_LEARNED_ANSWERS.reason, to_do=True)
+                ("turn",),
+                _ANSWERS_LEARNED_KEY,
+                UnsupportedKey(_ANSWERS_LEARNED_KEY.reason, to_do=True),
             ),
         ),
         "train_on_eos train_on_eot",
@@ -287,7 +289,7 @@ _MAPPED_RULES: dict[str, Rule] = {
 }
 _IGNORED_KEYS = {
     rules.FORM_REASON: "field_human field_model roles.* input_format",
-    rules.FORMAT_BY_ENDING.reason: "ds_type",
+    rules.FORMAT_IMPLIED_KEY.reason: "ds_type",
     "all keys of a message are given to the template": "field_thinking",
     "all ranks prepare the data, each one a part": "preprocess_shards",
     "only training on rewards or a teacher's probabilities uses it": "logprobs_field temperature "
@@ -309,7 +311,7 @@ _DATASET_RULES = rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEY
 
 
 def _dataset_list_rules(dataset_list: str, our_key: str) -> dict[str, Rule]:
-    """Return the rules for all keys of one of DATASET_LISTS."""
+    """Return the rules for all keys of one of DATASET_LIST_KEYS."""
     rows: dict[str, Rule] = {
         dataset_list: UnsupportedKey(
             f"set {our_key} to a file, a folder or a list of them", to_do=True
@@ -332,7 +334,7 @@ DATA_RULES: dict[str, Rule] = {
     **_dataset_list_rules("datasets", "data.path"),
     **_dataset_list_rules("test_datasets", "data.eval_path"),
     **_dataset_list_rules("pretraining_dataset", "data.path"),
-    **_CHAT_TEMPLATE,
+    **_CHAT_TEMPLATE_RULES,
     "sequence_len": _convert_seq_len,
     "excess_length_strategy": _convert_excess_length,
     "sample_packing": rules.PACKING_RULE,

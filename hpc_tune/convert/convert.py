@@ -23,7 +23,7 @@ from hpc_tune.config.constraints import check_config
 from hpc_tune.config.load import explain_errors, text_setting_names
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
-from hpc_tune.convert.axolotl_data import DATASET_LISTS
+from hpc_tune.convert.axolotl_data import DATASET_LIST_KEYS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import (
     EMPTY_KEY,
@@ -50,7 +50,7 @@ _LLAMA_FACTORY_ADVICE = (
 )
 
 
-def explain_unsupported(raw_config: dict[str, Any]) -> str | None:
+def explain_unsupported_tool(raw_config: dict[str, Any]) -> str | None:
     """Return which unsupported tool or format a config is for, and what to do; None if unknown."""
     is_name = isinstance(raw_config.get("model"), str)
     if is_name and {"train_dataset", "model_class", "peft_config"} & set(raw_config):
@@ -85,7 +85,7 @@ def explain_flags(text: str) -> str | None:
 
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-_TEXT_KEYS = re.compile(
+_TEXT_KEY_PATTERN = re.compile(
     r"(name|path|dir|project|model|source|files|dataset|template|column)$"
     r"|^(test_)?datasets\.|^dataset\.column_map\."
 )
@@ -94,12 +94,12 @@ _TEXT_KEYS = re.compile(
 def parse_numbers(values: dict[str, Any]) -> dict[str, Any]:
     """Return values by dotted key: numeric text becomes a number, null is dropped from lists."""
     return {
-        key: _clean_text(value) if _TEXT_KEYS.search(key) else _parse_number(value)
+        key: _parse_non_text(value) if _TEXT_KEY_PATTERN.search(key) else _parse_number(value)
         for key, value in values.items()
     }
 
 
-def _clean_text(value: Any) -> Any:
+def _parse_non_text(value: Any) -> Any:
     """Keep text as it is, drop null from a list, and parse numbers in other values."""
     if isinstance(value, list):
         return [
@@ -130,7 +130,9 @@ _EXPECTED_TOOLS = (
     "datasets). docs/coming-from.md has tables for LitGPT and TorchTitan"
 )
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$")
+_SECRET_KEY_PATTERN = re.compile(
+    r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$"
+)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     notes = list(conversion.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-    text, lines = render_yaml(conversion, notes, file.name), report_lines(conversion, notes)
+    text, lines = render_yaml(conversion, notes, file.name), format_report(conversion, notes)
     if out is not None:
         write_new_file(out, text)
         lines += (
@@ -203,7 +205,7 @@ def convert_config(raw_config: dict[str, Any], ranks: int) -> ConvertedConfig:
             or values are invalid.
     """
     tool = recognize_tool(raw_config)
-    raw_values = dict(flatten_keys(raw_config, tool.list_keys))
+    raw_values = dict(flatten_keys(raw_config, tool.array_keys))
     resolved_values = {
         key: value for key, value in resolve_references(raw_values).items() if value is not None
     }
@@ -215,7 +217,7 @@ def convert_config(raw_config: dict[str, Any], ranks: int) -> ConvertedConfig:
     referenced_keys = {
         name for value in raw_values.values() for name in _REFERENCE.findall(str(value))
     }
-    sheet = _OutcomeSheet()
+    sheet = _OutcomeRecorder()
     for key in [*raw_values, *(key for key in defaults if key not in raw_values)]:
         outcome = tool.outcome(key, config)
         if outcome is None and key not in config.values:
@@ -226,7 +228,7 @@ def convert_config(raw_config: dict[str, Any], ranks: int) -> ConvertedConfig:
             outcome = UnsupportedKey(UNKNOWN_KEY_ADVICE, to_do=True)
         value = (
             "(not shown)"
-            if _SECRET.search(key)
+            if _SECRET_KEY_PATTERN.search(key)
             else format_their_value(resolved_values.get(key, config.get(key)))
         )
         text = f"{key} = {value}" if key in config.values else key
@@ -249,14 +251,14 @@ def recognize_tool(raw_config: dict[str, Any]) -> Tool:
         return TORCHTUNE  # reinforcement learning, which is refused by name
     if "model_name_or_path" in raw_config and {"stage", "finetuning_type"} & set(raw_config):
         return LLAMA_FACTORY
-    if "base_model" in raw_config and {*DATASET_LISTS, "adapter", "micro_batch_size"} & set(
+    if "base_model" in raw_config and {*DATASET_LIST_KEYS, "adapter", "micro_batch_size"} & set(
         raw_config
     ):
         return AXOLOTL
     keys = ", ".join(map(str, list(raw_config)[:12])) or "nothing"
     keys += " and more" if len(raw_config) > 12 else ""
     raise ConfigError(
-        f"found the keys {keys}; {explain_unsupported(raw_config) or _EXPECTED_TOOLS}"
+        f"found the keys {keys}; {explain_unsupported_tool(raw_config) or _EXPECTED_TOOLS}"
     )
 
 
@@ -283,20 +285,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def flatten_keys(
-    tree: dict[Any, Any], list_keys: Sequence[str] = (), prefix: str = ""
+    tree: dict[Any, Any], array_keys: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; an empty mapping and a list not in ``list_keys`` are values.
+    """Yield dotted keys and values; an empty mapping and a list not in ``array_keys`` are values.
 
-    A key of ``list_keys`` may also have a single item instead of a list.
+    A key of ``array_keys`` may also have a single item instead of a list.
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in list_keys and isinstance(value, dict) and value:
+        if key in array_keys and isinstance(value, dict) and value:
             value = [value]
-        if key in list_keys and isinstance(value, list) and all(isinstance(v, dict) for v in value):
+        if (
+            key in array_keys
+            and isinstance(value, list)
+            and all(isinstance(v, dict) for v in value)
+        ):
             value = dict(enumerate(value))
         if isinstance(value, dict) and value:
-            yield from flatten_keys(value, list_keys, f"{key}.")
+            yield from flatten_keys(value, array_keys, f"{key}.")
         else:
             yield key, value
 
@@ -308,7 +314,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
         ConfigError: if there is no such key, or keys refer to each other in a circle.
     """
 
-    def value_of(key: str, chain: tuple[str, ...]) -> Any:
+    def resolve_value(key: str, chain: tuple[str, ...]) -> Any:
         if key in chain:
             circle = [*chain[chain.index(key) :], key]
             raise ConfigError(f"keys in their config refer to each other: {' -> '.join(circle)}")
@@ -318,10 +324,10 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         if reference := _REFERENCE.fullmatch(value):
-            return value_of(reference[1], (*chain, key))
-        return _REFERENCE.sub(lambda match: str(value_of(match[1], (*chain, key))), value)
+            return resolve_value(reference[1], (*chain, key))
+        return _REFERENCE.sub(lambda match: str(resolve_value(match[1], (*chain, key))), value)
 
-    return {key: value_of(key, ()) for key in values}
+    return {key: resolve_value(key, ()) for key in values}
 
 
 def render_yaml(conversion: ConvertedConfig, notes: Sequence[str], name: str) -> str:
@@ -332,7 +338,7 @@ def render_yaml(conversion: ConvertedConfig, notes: Sequence[str], name: str) ->
     return "\n".join(lines) + "\n" + yaml.safe_dump(conversion.config, sort_keys=False)
 
 
-def report_lines(conversion: ConvertedConfig, notes: Sequence[str]) -> list[str]:
+def format_report(conversion: ConvertedConfig, notes: Sequence[str]) -> list[str]:
     """Return the outcome of each key as lines; what is left to do is marked with a star."""
     groups = {
         "taken over": conversion.mapped_keys,
@@ -364,14 +370,14 @@ def write_new_file(path: Path, text: str) -> None:
 
 
 @dataclass
-class _OutcomeSheet:
+class _OutcomeRecorder:
     """The outcomes so far: for each remark, the keys that have it, with their values."""
 
     our_settings: dict[str, Any] = field(default_factory=dict)
     mapped_keys: dict[str, dict[str, str]] = field(default_factory=dict)
     ignored_keys: dict[str, dict[str, str]] = field(default_factory=dict)
     unsupported_keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    starred_remarks: set[str] = field(default_factory=set)
+    to_do_remarks: set[str] = field(default_factory=set)
     further_notes: list[str] = field(default_factory=list)
 
     def record_outcome(self, key: str, text: str, outcome: Outcome) -> None:
@@ -400,14 +406,14 @@ class _OutcomeSheet:
                 remark = f": {outcome.advice}"
                 self.unsupported_keys.setdefault(remark, {})[key] = text
         if not isinstance(outcome, IgnoredKey) and outcome.to_do:
-            self.starred_remarks.add(remark)
+            self.to_do_remarks.add(remark)
 
     def fill_in_placeholders(self, *keys: str) -> None:
         """Set a placeholder for unset ``keys``, where a run would use a built-in default."""
         for key in keys:
             if key not in self.our_settings:
                 self.our_settings[key] = PLACEHOLDER
-                if not any(key in remark for remark in self.starred_remarks):
+                if not any(key in remark for remark in self.to_do_remarks):
                     self.further_notes.append(
                         f"{key}: replace {PLACEHOLDER}, since their config does not say it"
                     )
@@ -424,7 +430,7 @@ class _OutcomeSheet:
         )
         mapped_keys, unsupported_keys = (
             tuple(
-                OutcomeLine(tuple(keys.values()), remark, remark in self.starred_remarks)
+                OutcomeLine(tuple(keys.values()), remark, remark in self.to_do_remarks)
                 for remark, keys in group.items()
             )
             for group in (self.mapped_keys, self.unsupported_keys)

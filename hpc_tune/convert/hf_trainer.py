@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
-    NO_ADAPTERS,
+    ADAPTER_ONLY_KEY,
     OFF_KEY,
     ForeignConfig,
     IgnoredKey,
@@ -25,28 +25,28 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cos
 _SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 SCHEDULE_ADVICE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
 _SCHEDULES_WITH_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
-_KWARGS = "lr_scheduler_kwargs"
-_END_REMARK = "the final rate is reached in the last step here, and one step later there"
+_SCHEDULE_KWARGS = "lr_scheduler_kwargs"
+_FINAL_RATE_REMARK = "the final rate is reached in the last step here, and one step later there"
 # For load balance between experts.
-ROUTER_LOSS = (
+ROUTER_LOSS_ADVICE = (
     "tune.router_aux_loss is per layer and row, theirs over all layers and a micro-batch at once; "
     "set it to train for balance"
 )
-HELD_OUT_LOSS = (
+HELD_OUT_LOSS_REASON = (
     "held-out loss is measured at the start, at the end and every train.eval_every_steps steps"
 )
 PREPARATION_REASON = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
-NO_TRACKER = (
+TRACKER_HINT = (
     "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
 )
-OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
+OWN_KERNEL_REASON = "attention and loss are PyTorch's own; logits are never held whole"
 ROPE_ADVICE = "set model.rope_scaling, whose keys are those of transformers' config.json"
 SHAPE_ADVICE = "the model is what config.json of model.path says: change it there"
-NO_LAYER_NAMES = UnsupportedKey(
+LAYER_PATTERN_KEY = UnsupportedKey(
     "tune.targets takes names of layers such as q_proj, not patterns", to_do=True
 )
 NF4_REASON = "NF4 with double quantization, by bitsandbytes"
-_STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
+_ZERO_STAGE_PATTERN = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB_REMARK = "also for embeddings, whose state theirs keeps in fp32"
 _OFFLOAD_KEYS = (
     "fsdp_config.offload_params",
@@ -60,10 +60,10 @@ _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fuse
 def only_value_rule(value: str, reason: str) -> Rule:
     """Rule for a key of which hpc_tune only supports ``value``."""
 
-    def rule(given: Any, config: ForeignConfig) -> Outcome:
+    def rule(their_value: Any, config: ForeignConfig) -> Outcome:
         return (
             IgnoredKey(reason)
-            if str(given).lower() == value
+            if str(their_value).lower() == value
             else UnsupportedKey(reason, to_do=True)
         )
 
@@ -180,10 +180,10 @@ def convert_schedule(name: Any, min_ratio: Any, config: ForeignConfig) -> Outcom
         case "warmup_stable_decay":
             return _convert_wsd(config)
         case "cosine_with_restarts":
-            if config.number(f"{_KWARGS}.num_cycles") > 1:
-                cycles = config.integer(f"{_KWARGS}.num_cycles")
+            if config.number(f"{_SCHEDULE_KWARGS}.num_cycles") > 1:
+                cycles = config.integer(f"{_SCHEDULE_KWARGS}.num_cycles")
                 options = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
-                return MappedKey({"optim.schedule": str(name), **options}, _END_REMARK)
+                return MappedKey({"optim.schedule": str(name), **options}, _FINAL_RATE_REMARK)
             schedule = "cosine"
     if schedule is None:
         return UnsupportedKey(SCHEDULE_ADVICE, to_do=True)
@@ -201,17 +201,20 @@ def convert_schedule(name: Any, min_ratio: Any, config: ForeignConfig) -> Outcom
 def _convert_wsd(config: ForeignConfig) -> Outcome:
     """Return the outcome for warmup_stable_decay, which decays by half a cosine by default."""
     settings: dict[str, Any] = {"optim.schedule": "wsd"}
-    settings["optim.min_lr_ratio"] = config.get(f"{_KWARGS}.min_lr_ratio", 0.0)
+    settings["optim.min_lr_ratio"] = config.get(f"{_SCHEDULE_KWARGS}.min_lr_ratio", 0.0)
     missing = []
-    if has_max_steps(config) and config.get(f"{_KWARGS}.num_decay_steps"):
-        share = config.integer(f"{_KWARGS}.num_decay_steps") / config.integer("max_steps")
+    if has_max_steps(config) and config.get(f"{_SCHEDULE_KWARGS}.num_decay_steps"):
+        share = config.integer(f"{_SCHEDULE_KWARGS}.num_decay_steps") / config.integer("max_steps")
         settings["optim.decay_ratio"] = float(f"{share:.4g}")
     else:
         missing.append("set optim.decay_ratio, the share of all steps with a falling rate")
-    kinds = config.get(f"{_KWARGS}.warmup_type", "linear"), config.get(f"{_KWARGS}.decay_type")
+    kinds = (
+        config.get(f"{_SCHEDULE_KWARGS}.warmup_type", "linear"),
+        config.get(f"{_SCHEDULE_KWARGS}.decay_type"),
+    )
     if kinds != ("linear", "linear"):  # transformers decays by a cosine by default
         missing.append("the rate rises and falls linearly here, but not there")
-    return MappedKey(settings, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
+    return MappedKey(settings, "; ".join(missing) or _FINAL_RATE_REMARK, to_do=bool(missing))
 
 
 def _convert_schedule_argument(value: Any, config: ForeignConfig) -> Outcome:
@@ -227,7 +230,9 @@ def map_decay_to_zero(schedule: str, steps: int | None, warmup_steps: int) -> Ma
     ``optim.min_lr_ratio`` gives the last step their rate; it is 0 if ``steps`` is not known.
     """
     if steps is None or steps <= warmup_steps + 1:
-        return MappedKey({"optim.schedule": schedule, "optim.min_lr_ratio": 0.0}, _END_REMARK)
+        return MappedKey(
+            {"optim.schedule": schedule, "optim.min_lr_ratio": 0.0}, _FINAL_RATE_REMARK
+        )
     fraction_left = 1 / (steps - warmup_steps)
     ratio = fraction_left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * fraction_left))
     remark = "their rate in the last step"
@@ -272,7 +277,7 @@ def convert_adamw_8bit(config: ForeignConfig, remark: str, is_paged: bool) -> Ou
 
 def _convert_deepspeed(value: Any, config: ForeignConfig) -> Outcome:
     name = str(value).lower()
-    stage = _STAGE.search(name)
+    stage = _ZERO_STAGE_PATTERN.search(name)
     advice = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     advice += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
     return IgnoredKey(rules.LAYOUT_REASON + advice)
@@ -303,15 +308,15 @@ def convert_modules_to_save(value: Any, config: ForeignConfig) -> Outcome:
     if not value:
         return OFF_KEY
     if config.method == "full":
-        return NO_ADAPTERS
-    if not are_names(value):
+        return ADAPTER_ONLY_KEY
+    if not is_name_or_names(value):
         return UnsupportedKey(
             "tune.modules_to_save takes names of modules, such as [lm_head]", to_do=True
         )
     return MappedKey({"tune.modules_to_save": split_names(value)})
 
 
-def are_names(value: Any) -> bool:
+def is_name_or_names(value: Any) -> bool:
     """Return whether a value is a text or a list of texts."""
     return all(isinstance(name, str) for name in (value if isinstance(value, list) else [value]))
 
@@ -327,7 +332,7 @@ def peft_pattern_rules(their_key: str, our_key: str) -> dict[str, Rule]:
 
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if config.method == "full":
-            return NO_ADAPTERS
+            return ADAPTER_ONLY_KEY
         start = f"{their_key}."
         patterns = {key: value for key, value in config.values.items() if key.startswith(start)}
         return MappedKey(
@@ -339,7 +344,7 @@ def peft_pattern_rules(their_key: str, our_key: str) -> dict[str, Rule]:
 
 _NEFTUNE_REMARK = "scaled by the tokens of a document; there by the tokens and padding of a row"
 NEFTUNE_RULE = preferences.override_for_preferences(
-    preferences.NO_NOISE,
+    preferences.UNSUPPORTED_NOISE_KEY,
     rules.ignore_if_off(
         lambda value, config: MappedKey({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)
     ),
@@ -378,7 +383,7 @@ TRAINER_RULES = rules.rule_table(
     ignored_keys={
         PREPARATION_REASON: "dataloader_num_workers dataloader_prefetch_factor "
         "dataloader_pin_memory dataloader_drop_last streaming group_by_length",
-        rules.LARGEST_MICRO_BATCH: "auto_find_batch_size",
+        rules.MICRO_BATCH_REASON: "auto_find_batch_size",
         rules.LAYOUT_REASON: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
         rules.PARTIAL_READ_REASON: "low_cpu_mem_usage",
@@ -386,7 +391,7 @@ TRAINER_RULES = rules.rule_table(
         "mpirun, srun or torchrun start the ranks": "local_rank use_ray ray_run_name "
         "ray_num_workers resources_per_worker resources_per_worker.*",
         rules.METRICS_REASON: "logging_steps debug",
-        HELD_OUT_LOSS: "eval_strategy",
+        HELD_OUT_LOSS_REASON: "eval_strategy",
         rules.COMPILE_REASON: "torch_compile_backend torch_compile_mode",
         "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr_rate",
         "embeddings have no adapters": "loraplus_lr_embedding",
@@ -395,7 +400,7 @@ TRAINER_RULES = rules.rule_table(
     unsupported_keys={
         rules.DTYPE_ADVICE: "fp16",
         "no code of a model directory is run: hpc_tune must know its type": "trust_remote_code",
-        NO_TRACKER: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
+        TRACKER_HINT: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
         "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
     },
     to_do={
@@ -403,7 +408,7 @@ TRAINER_RULES = rules.rule_table(
         rules.OPTIMIZER_ADVICE: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",
         "set checkpoint.keep_best=true, and export the best": "load_best_model_at_end",
-        rules.UNREADABLE_STATE: "resume_from_checkpoint",
+        rules.UNREADABLE_STATE_ADVICE: "resume_from_checkpoint",
     },
 )
 
@@ -415,16 +420,18 @@ TRAINER_RULES = rules.rule_table(
 
 
 # Layer names of model families, by model_type in config.json, for directories without weights.
-_GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-_LAYERS = {
-    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _GPT_NEOX),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2"), _LLAMA),
-    "phi3": _PHI3,
+_GPT_NEOX_LAYERS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+_LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PHI3_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_LAYERS_BY_MODEL_TYPE = {
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _GPT_NEOX_LAYERS),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2"), _LLAMA_LAYERS
+    ),
+    "phi3": _PHI3_LAYERS,
     "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
-_STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
+_EXPERT_STACK_PATTERN = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
 _OUTPUT_HEAD = {"lm_head"}  # absent from files if it is tied to the embedding
 _MAX_HEADER_BYTES = 64 << 20  # a larger header means a damaged file
 
@@ -446,7 +453,7 @@ def convert_targets(names: list[str], model_key: str, config: ForeignConfig) -> 
 def are_expert_stacks(parameters: Any) -> bool:
     """Return whether peft's target_parameters name both expert stacks of all layers."""
     names = parameters if isinstance(parameters, list) else [parameters]
-    matches = [_STACK.fullmatch(str(name)) for name in names]
+    matches = [_EXPERT_STACK_PATTERN.fullmatch(str(name)) for name in names]
     return all(matches) and {match[1] for match in matches if match} == {"gate_up", "down"}
 
 
@@ -474,7 +481,7 @@ def read_layer_names(directory: Path) -> set[str] | None:
             names.add(module)
     if names == _OUTPUT_HEAD:
         model_type = read_json_object(directory / "config.json").get("model_type")
-        names |= set(_LAYERS.get(str(model_type), ()))
+        names |= set(_LAYERS_BY_MODEL_TYPE.get(str(model_type), ()))
     return None if names == _OUTPUT_HEAD else names
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hpc_tune.convert import hf_trainer, preferences, rules
 from hpc_tune.convert.rules import (
-    NO_ADAPTERS,
+    ADAPTER_ONLY_KEY,
     SFT,
     ForeignConfig,
     IgnoredKey,
@@ -19,12 +19,12 @@ from hpc_tune.convert.rules import (
 
 # In LLaMA-Factory ipo, simpo and orpo are losses of stage dpo. As here, they use means over an
 # answer's tokens, and pref_ftx weights the chosen answer's mean loss, per pair.
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+_OBJECTIVE_BY_LOSS = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
 def _read_objective(config: ForeignConfig) -> str | None:
     if config.get("stage") == "dpo":
-        return _LOSSES.get(str(config.get("pref_loss", "sigmoid")))
+        return _OBJECTIVE_BY_LOSS.get(str(config.get("pref_loss", "sigmoid")))
     return "kto" if config.get("stage") == "kto" else SFT
 
 
@@ -68,9 +68,9 @@ def _convert_stage(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_reference(value: Any, config: ForeignConfig) -> Outcome:
     if value == config.get("model_name_or_path"):
-        return preferences.SAME_REFERENCE
+        return preferences.SAME_REFERENCE_KEY
     return UnsupportedKey(
-        preferences.OTHER_REFERENCE + "leave it out there, or stay with them", to_do=True
+        preferences.OTHER_REFERENCE_ADVICE + "leave it out there, or stay with them", to_do=True
     )
 
 
@@ -90,9 +90,9 @@ def _convert_quantization_bits(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
     if config.method == "full":
-        return NO_ADAPTERS
-    if not hf_trainer.are_names(value):
-        return hf_trainer.NO_LAYER_NAMES
+        return ADAPTER_ONLY_KEY
+    if not hf_trainer.is_name_or_names(value):
+        return hf_trainer.LAYER_PATTERN_KEY
     names = hf_trainer.split_names(value)
     if names == ["all"]:
         return MappedKey({"tune.targets": "all-linear"})
@@ -158,7 +158,7 @@ def _convert_bf16(value: Any, config: ForeignConfig) -> Outcome:
         return IgnoredKey("model.dtype=auto takes what the device has")
     if not is_pure or config.method != "full":
         return MappedKey({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
-    return MappedKey({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+    return MappedKey({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16_REMARK)
 
 
 def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
@@ -172,7 +172,7 @@ def _convert_report_to(value: Any, config: ForeignConfig) -> Outcome:
     names = hf_trainer.split_names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
-        return UnsupportedKey(hf_trainer.NO_TRACKER)
+        return UnsupportedKey(hf_trainer.TRACKER_HINT)
     settings: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
     return MappedKey(settings | ({"run.trackers": trackers} if trackers else {}))
 
@@ -207,7 +207,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     "lora_rank": "tune.rank",
     "additional_target": hf_trainer.convert_modules_to_save,
     "lora_dropout": preferences.override_for_preferences(
-        preferences.NO_DROPOUT_THERE, "tune.dropout"
+        preferences.UNUSED_DROPOUT_KEY, "tune.dropout"
     ),
     "lora_target": _convert_targets,
     "dataset": _dataset_rule("data.path"),
@@ -273,8 +273,8 @@ _IGNORED_KEYS = {
     "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node log_level_replica "
     "logging_nan_inf_filter skip_memory_metrics print_param_status "
     "include_effective_tokens_per_second",
-    rules.LARGEST_MICRO_BATCH: "per_device_eval_batch_size eval_accumulation_steps",
-    hf_trainer.HELD_OUT_LOSS: "do_eval eval_on_start eval_delay prediction_loss_only "
+    rules.MICRO_BATCH_REASON: "per_device_eval_batch_size eval_accumulation_steps",
+    hf_trainer.HELD_OUT_LOSS_REASON: "do_eval eval_on_start eval_delay prediction_loss_only "
     "bf16_full_eval fp16_full_eval eval_do_concat_batches eval_use_gather_object "
     "batch_eval_metrics",
     "a loss is a sum over the tokens of all ranks": "average_tokens_across_devices",
@@ -287,7 +287,7 @@ _IGNORED_KEYS = {
     "disable_gradient_checkpointing is the key that counts there": "use_unsloth_gc "
     "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc "
     "activation_checkpointing activation_checkpointing_kwargs.*",
-    hf_trainer.OWN_KERNELS: "flash_attn attn enable_liger_kernel use_liger_kernel "
+    hf_trainer.OWN_KERNEL_REASON: "flash_attn attn enable_liger_kernel use_liger_kernel "
     "liger_kernel_config.* use_unsloth use_v1_kernels",
     rules.PARTIAL_READ_REASON: "use_fast_tokenizer cache_dir model_revision offload_folder "
     "quantization_device_map",
@@ -323,7 +323,7 @@ _UNSUPPORTED_KEYS = {
     "images, sound and video are not trained on": _MEDIA_KEYS,
     "nothing is uploaded; run.dir has export/": "push_to_hub hub_token hf_hub_token ms_hub_token "
     "om_hub_token hub_private_repo hub_always_push export_hub_model_id",
-    hf_trainer.NO_TRACKER: "swanlab_run_name swanlab_api_key swanlab_logdir "
+    hf_trainer.TRACKER_HINT: "swanlab_run_name swanlab_api_key swanlab_logdir "
     "swanlab_lark_webhook_url swanlab_lark_secret project trackio_bucket_id "
     "trackio_static_space_id",
     "dtypes follow model.dtype": "upcast_layernorm upcast_lmhead_output",
@@ -334,7 +334,7 @@ _TODO_KEYS = {
     "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
     "documents": "interleave_probs",
     _TEMPLATE_REASON: "tool_format",
-    rules.SYSTEM_MESSAGE: "default_system",
+    rules.SYSTEM_MESSAGE_ADVICE: "default_system",
     "tune.init_from names the adapter's folder itself": "adapter_folder",
     "set it in the tokenizer_config.json of model.path": "split_special_tokens",
     "a run starts from the weights of model.path": "train_from_scratch",
@@ -348,10 +348,10 @@ _TODO_KEYS = {
     "tune.method is lora, dora, qlora or full": "module_dropout oft_rank oft_block_size oft_target",
     "cross entropy of the next token is the only loss": "use_dft_loss use_asft_loss asft_alpha "
     "use_eaft_loss eaft_alpha",
-    hf_trainer.ROUTER_LOSS: "moe_aux_loss_coef",
+    hf_trainer.ROUTER_LOSS_ADVICE: "moe_aux_loss_coef",
     "the model is what config.json of model.path says": "shift_attn mixture_of_depths "
     "use_llama_pro",
-    rules.NO_NEW_TOKENS: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
+    rules.VOCAB_ADVICE: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
     "a run only trains; python -m hpc_tune generate answers prompts": "do_predict",
     rules.FLOAT8_ADVICE: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     "no parts are frozen: adapters are trained, or all weights": "freeze_trainable_layers "

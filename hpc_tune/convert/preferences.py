@@ -26,11 +26,13 @@ from hpc_tune.convert.rules import (
 MEAN_REMARK = "a mean over each answer's tokens; there over all tokens of a micro-batch"
 OBJECTIVE_IMPLIED_KEY = IgnoredKey("tune.objective says it")
 ANSWERS_ONLY_KEY = IgnoredKey("with preferences only the answers are compared")
-NO_DROPOUT_THERE = IgnoredKey("there is no dropout in training on preferences, nor in theirs")
-NO_DROPOUT = UnsupportedKey("there is no dropout in training on preferences", to_do=True)
-NO_NOISE = UnsupportedKey("there is no noise in training on preferences", to_do=True)
-SAME_REFERENCE = IgnoredKey("the model as it was at the start is the reference")
-OTHER_REFERENCE = "the model as it was at the start is the reference, no other: "
+UNUSED_DROPOUT_KEY = IgnoredKey("there is no dropout in training on preferences, nor in theirs")
+UNSUPPORTED_DROPOUT_KEY = UnsupportedKey(
+    "there is no dropout in training on preferences", to_do=True
+)
+UNSUPPORTED_NOISE_KEY = UnsupportedKey("there is no noise in training on preferences", to_do=True)
+SAME_REFERENCE_KEY = IgnoredKey("the model as it was at the start is the reference")
+OTHER_REFERENCE_ADVICE = "the model as it was at the start is the reference, no other: "
 REWARD_ONLY_KEY = IgnoredKey("only training on rewards or another loss uses it")
 
 
@@ -45,22 +47,22 @@ def map_objective(config: ForeignConfig) -> MappedKey:
 def override_for_preferences(outcome: Outcome, rule: Rule) -> Rule:
     """Rule that gives ``outcome`` for preferences if the value is on, and else applies ``rule``."""
 
-    def overridden(value: Any, config: ForeignConfig) -> Outcome:
+    def overriding_rule(value: Any, config: ForeignConfig) -> Outcome:
         is_other = config.has_preferences and value not in OFF_VALUES
         return apply_rule(outcome if is_other else rule, value, config)
 
-    return overridden
+    return overriding_rule
 
 
 def restrict_to_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
     """Return ``rows`` with rules that ignore the keys unless a config trains on preferences."""
 
-    def with_preferences(rule: Rule) -> Rule:
+    def restrict_rule(rule: Rule) -> Rule:
         return lambda value, config: (
             apply_rule(rule, value, config) if config.has_preferences else PREFERENCE_ONLY_KEY
         )
 
-    return {key: with_preferences(rule) for key, rule in rows.items()}
+    return {key: restrict_rule(rule) for key, rule in rows.items()}
 
 
 def sft_weight_rule(remark: str = "") -> Rule:
@@ -108,7 +110,7 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     reference is the model without any adapter.
     """
 
-    def with_remark(value: Any, config: ForeignConfig) -> Outcome:
+    def rule_with_remark(value: Any, config: ForeignConfig) -> Outcome:
         outcome = apply_rule(rule, value, config)
         is_same = bool(key) and config.get(key) == value
         has_reference = make_tune_config(config).has_reference
@@ -118,7 +120,7 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
         remark += f"if you need theirs, merge nothing and stay with them; {outcome.remark}"
         return MappedKey(outcome.settings, remark, to_do=True)
 
-    return with_remark
+    return rule_with_remark
 
 
 # -- Kinds of training that have no counterpart: what each one is, and what to do.
@@ -173,7 +175,7 @@ def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
 
 
 def exclude_preferences(
-    is_asked_for: Callable[[Any, ForeignConfig], bool],
+    refuses_value: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
-    """Return a predicate like ``is_asked_for`` that is False for configs with preferences."""
-    return lambda value, config: not config.has_preferences and is_asked_for(value, config)
+    """Return a predicate like ``refuses_value`` that is False for configs with preferences."""
+    return lambda value, config: not config.has_preferences and refuses_value(value, config)

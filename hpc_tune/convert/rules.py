@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.files import COMPRESSIONS, KINDS
+from hpc_tune.data.files import COMPRESSIONS, KIND_BY_SUFFIX
 from hpc_tune.errors import ConfigError
 
 SFT = "sft"
@@ -22,7 +22,7 @@ QUANTIZATION_ADVICE = "only tune.method=qlora has a quantized base, of 4 bits"
 COLUMN_NAME_REASON = "it is not the name of a column"
 # Reasons that apply to keys of several tools.
 LAYOUT_REASON = "the layout follows from memory, or from measured links with parallel: auto"
-LARGEST_MICRO_BATCH = "the micro-batch is the largest that fits"
+MICRO_BATCH_REASON = "the micro-batch is the largest that fits"
 METRICS_REASON = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
 PARTIAL_READ_REASON = "each rank reads only its parts of the files of model.path"
 COMPILE_REASON = "one decoder block is compiled and reused for all"
@@ -32,13 +32,15 @@ OPTIMIZER_ADVICE = "AdamW is the only optimizer; find optim.lr again"
 DTYPE_ADVICE = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
 FLOAT8_ADVICE = "set train.float8=true with train.compile=true, if the GPU has it"
 SHUFFLE_REASON = "rows are always shuffled, by train.seed"
-UNREADABLE_STATE = "their training state cannot be read; tune.init_from takes adapters"
-SYSTEM_MESSAGE = "begin each record's messages with a system message"
-NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
+UNREADABLE_STATE_ADVICE = "their training state cannot be read; tune.init_from takes adapters"
+SYSTEM_MESSAGE_ADVICE = "begin each record's messages with a system message"
+VOCAB_ADVICE = "no tokens are added; save the model and its tokenizer with them first"
 RECOMPUTE_ADVICE = (
     "parallel.recompute=full saves that memory, and parallel.offload_activations=true saves more"
 )
-PURE_BF16 = "as in theirs; tune.param_dtype=fp32 keeps small updates and takes twice the memory"
+PURE_BF16_REMARK = (
+    "as in theirs; tune.param_dtype=fp32 keeps small updates and takes twice the memory"
+)
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ class Refusal:
     """A kind of training without a counterpart here. ``advice``: what to do instead.
 
     A config asks for it if one of ``keys`` (separated by spaces, without the numbers of list items)
-    has a value for which ``is_asked_for`` holds.
+    has a value for which ``refuses_value`` holds.
     """
 
     keys: str
-    is_asked_for: Callable[[Any, ForeignConfig], bool]
+    refuses_value: Callable[[Any, ForeignConfig], bool]
     description: str
     advice: str
 
@@ -147,7 +149,7 @@ class Refusal:
         refused_keys = [
             key
             for key, value in config.values.items()
-            if _drop_list_numbers(key) in self.keys.split() and self.is_asked_for(value, config)
+            if _drop_list_indices(key) in self.keys.split() and self.refuses_value(value, config)
         ]
         if not refused_keys:
             return None
@@ -162,11 +164,11 @@ class Refusal:
 
 
 OFF_KEY = IgnoredKey("off in their config")
-NO_ADAPTERS = IgnoredKey("there are no adapters in full fine-tuning")
+ADAPTER_ONLY_KEY = IgnoredKey("there are no adapters in full fine-tuning")
 METHOD_IMPLIED_KEY = IgnoredKey("tune.method says it")
 EMPTY_KEY = IgnoredKey("empty in their config")
 PREFERENCE_ONLY_KEY = IgnoredKey("only training on preferences uses it")
-FORMAT_BY_ENDING = IgnoredKey("the ending of a file tells its format")
+FORMAT_IMPLIED_KEY = IgnoredKey("the ending of a file tells its format")
 Outcome = MappedKey | IgnoredKey | UnsupportedKey
 # A setting that takes the value as it is; an outcome whatever the value; or a function.
 Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
@@ -187,7 +189,7 @@ class Tool:
     """Another tool: its rules by key (``part.*``: all keys below; list items without numbers).
 
     ``refusals``: what cannot be converted at all; the first one that applies is reported.
-    ``list_keys``: keys whose lists are flattened, since their items are mappings.
+    ``array_keys``: keys whose lists are flattened, since their items are mappings.
     ``defaults``: the tool's values for keys that a config leaves out, where hpc_tune would use a
     different value.
     """
@@ -198,11 +200,11 @@ class Tool:
     method: Callable[[ForeignConfig], str]
     objective: Callable[[ForeignConfig], str | None]
     refusals: tuple[Refusal, ...]
-    list_keys: tuple[str, ...] = ()
+    array_keys: tuple[str, ...] = ()
 
     def outcome(self, key: str, config: ForeignConfig) -> Outcome | None:
         """Return the outcome for a key; None if the key is unknown."""
-        name = _drop_list_numbers(key)
+        name = _drop_list_indices(key)
         parts = name.split(".")
         wildcards = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
         rule = next(
@@ -224,7 +226,7 @@ def apply_rule(rule: Rule, value: Any, config: ForeignConfig) -> Outcome:
 def _copy_value(our_key: str, value: Any, config: ForeignConfig) -> Outcome:
     """Take a value over as it is, if the method and the objective use the setting."""
     if our_key in _ADAPTER_SETTINGS and config.method == "full":
-        return NO_ADAPTERS
+        return ADAPTER_ONLY_KEY
     if our_key in _OBJECTIVE_SETTINGS:
         if not config.has_preferences:
             return PREFERENCE_ONLY_KEY
@@ -247,7 +249,7 @@ def make_tune_config(config: ForeignConfig) -> TuneConfig:
     return TuneConfig.model_validate({"objective": config.objective})
 
 
-def _drop_list_numbers(key: str) -> str:
+def _drop_list_indices(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
@@ -356,7 +358,7 @@ def map_method(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_dora(value: Any, config: ForeignConfig) -> Outcome:
     if config.method == "full":
-        return NO_ADAPTERS
+        return ADAPTER_ONLY_KEY
     if config.method == "qlora":
         return UnsupportedKey("tune.method=dora has no 4-bit base", True)
     return MappedKey({"tune.method": "dora"})
@@ -405,7 +407,7 @@ def is_usable_file(value: Any) -> bool:
         return False
     path = PurePosixPath(value)
     path = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    return path.suffix in ("", *KINDS, ".h5", ".hdf5")
+    return path.suffix in ("", *KIND_BY_SUFFIX, ".h5", ".hdf5")
 
 
 def is_local_path(name: str) -> bool:
@@ -457,12 +459,12 @@ def explain_chat_template(name: Any) -> UnsupportedKey:
 
 
 # Prints records of a file (a JSON list, or one record per line); {part} is a slice of the list.
-_COMMAND = (
+_EXTRACT_COMMAND = (
     "import json,sys; t=open(sys.argv[1],encoding='utf-8-sig').read(); "
     "r=json.loads(t) if t.lstrip()[:1]=='[' else [json.loads(s) for s in t.split('\\n') if "
     "s.strip()]; [print(json.dumps(x)) for x in r[{part}]]"
 )
-_SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
+_SLICE_PATTERN = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
 _MIN_TRAINED_PERCENT = 50  # a smaller part is a subset, not data with a held-out rest
 
 
@@ -475,7 +477,7 @@ def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey
         return UnsupportedKey(f"{advice}{our_key} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
     hint = "" if is_known else ", FILE being JSON or JSONL"
-    command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'
+    command = f'python -c "{_EXTRACT_COMMAND.format(part=part)}" {name} > part.jsonl'
     return UnsupportedKey(
         f"write these records of a file to one of their own: {command}{hint}; then set {our_key} "
         "to part.jsonl",
@@ -503,7 +505,7 @@ def convert_split(value: Any, our_key: str, file: Any, is_whole_data: bool) -> O
     """
     if value == "train":
         return IgnoredKey("files are used whole; in a folder, those of the train split")
-    match = _SLICE.fullmatch(str(value).replace(" ", ""))
+    match = _SLICE_PATTERN.fullmatch(str(value).replace(" ", ""))
     if match is None:
         return UnsupportedKey(
             f"name the file of this part in {our_key}: files are used whole", to_do=True

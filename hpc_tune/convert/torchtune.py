@@ -11,7 +11,7 @@ from hpc_tune.convert.hf_trainer import (
     only_value_rule,
 )
 from hpc_tune.convert.rules import (
-    NO_ADAPTERS,
+    ADAPTER_ONLY_KEY,
     SFT,
     ForeignConfig,
     IgnoredKey,
@@ -30,18 +30,18 @@ from hpc_tune.convert.rules import (
 _DATASET_SETTINGS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 # Dataset components with configurable columns: their column keys, as fields of data.columns.
 _PAIR_FIELDS = {"input": "prompt", "output": "completion"}
-_PREFERENCES = {"chosen": "chosen", "rejected": "rejected"}
-_RANKED_FIELDS = {"prompt": "prompt", **_PREFERENCES}
+_PREFERENCE_FIELDS = {"chosen": "chosen", "rejected": "rejected"}
+_RANKED_FIELDS = {"prompt": "prompt", **_PREFERENCE_FIELDS}
 _RANKED_COLUMNS = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
-_FIELDS = {
+_FIELDS_BY_COMPONENT = {
     "instruct_dataset": _PAIR_FIELDS,
-    "preference_dataset": _PREFERENCES,
-    "hh_rlhf_helpful_dataset": _PREFERENCES,
+    "preference_dataset": _PREFERENCE_FIELDS,
+    "hh_rlhf_helpful_dataset": _PREFERENCE_FIELDS,
     "stack_exchange_paired_dataset": _RANKED_FIELDS,
 }
-_FORM_BY_KEYS = IgnoredKey(rules.FORM_REASON)
+_FORM_IMPLIED_KEY = IgnoredKey(rules.FORM_REASON)
 _EVAL_FRACTION_KEY = IgnoredKey("data.eval_fraction says it")
-_PREAMBLE = (
+_ALPACA_PREAMBLE_ADVICE = (
     "alpaca's preamble (Below is an instruction that ...) and headings are in each prompt there, "
     "but not here: to keep them, write them into the records (as prompt and completion)"
 )
@@ -63,15 +63,15 @@ def _usable_path(part: str, config: ForeignConfig) -> Any:
 
 
 def _convert_eval_every(value: Any, config: ForeignConfig) -> Outcome:
-    if _usable_path("dataset_val", config) or _holds_out_a_share(config):
+    if _usable_path("dataset_val", config) or _holds_out_fraction(config):
         return MappedKey({"train.eval_every_steps": value})
     return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
 
-def _holds_out_a_share(config: ForeignConfig) -> bool:
+def _holds_out_fraction(config: ForeignConfig) -> bool:
     """Return whether a share of the only data file is held out."""
     return isinstance(
-        _convert_part_split("dataset", config.get("dataset.split", "train"), config), MappedKey
+        _convert_dataset_split("dataset", config.get("dataset.split", "train"), config), MappedKey
     )
 
 
@@ -92,14 +92,14 @@ def _held_out_is_rest_of_file(config: ForeignConfig) -> bool:
 
 def _split_rule(part: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and rules.complement_split(value) and _holds_out_a_share(config):
+        if part == "dataset_val" and rules.complement_split(value) and _holds_out_fraction(config):
             return _EVAL_FRACTION_KEY
-        return _convert_part_split(part, value, config)
+        return _convert_dataset_split(part, value, config)
 
     return rule
 
 
-def _convert_part_split(part: str, value: Any, config: ForeignConfig) -> Outcome:
+def _convert_dataset_split(part: str, value: Any, config: ForeignConfig) -> Outcome:
     is_whole = part == "dataset" and _held_out_is_rest_of_file(config)
     file = config.get(f"{part}.data_files", config.get(f"{part}.source"))
     data_path = file if isinstance(file, str) and rules.is_data_path(file) else None
@@ -113,30 +113,30 @@ def _convert_dataset_component(value: Any, config: ForeignConfig) -> Outcome:
             f"compute nodes have no internet: on a login node write the records of {name} to a "
             "JSONL or Parquet file, and set data.path to it"
         )
-        remark = _PREAMBLE if "alpaca" in name else ""
+        remark = _ALPACA_PREAMBLE_ADVICE if "alpaca" in name else ""
         if "stack_exchange_paired" in name:
             remark = (
                 "rename question, response_j and response_k there to prompt, chosen and rejected"
             )
         return UnsupportedKey(f"{advice}; {remark}" if remark else advice, to_do=True)
     if "alpaca" in name:
-        return UnsupportedKey(_PREAMBLE, to_do=True)
-    if (fields := _FIELDS.get(name)) is None:
-        return _FORM_BY_KEYS
+        return UnsupportedKey(_ALPACA_PREAMBLE_ADVICE, to_do=True)
+    if (fields := _FIELDS_BY_COMPONENT.get(name)) is None:
+        return _FORM_IMPLIED_KEY
     defaults = _RANKED_COLUMNS if fields is _RANKED_FIELDS else {}
     columns = {
         str(config.get(f"dataset.column_map.{key}", defaults.get(key, key))): our_name
         for key, our_name in fields.items()
     }
     columns = {column: our_name for column, our_name in columns.items() if column != our_name}
-    return MappedKey({"data.columns": columns}) if columns else _FORM_BY_KEYS
+    return MappedKey({"data.columns": columns}) if columns else _FORM_IMPLIED_KEY
 
 
 def _source_rule(part: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if config.get(f"{part}.data_files"):
-            return rules.FORMAT_BY_ENDING
-        if part == "dataset_val" and _holds_out_a_share(config):
+            return rules.FORMAT_IMPLIED_KEY
+        if part == "dataset_val" and _holds_out_fraction(config):
             return _EVAL_FRACTION_KEY
         path = _usable_path(part, config)
         return (
@@ -150,7 +150,7 @@ def _source_rule(part: str) -> Rule:
 
 def _files_rule(part: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and _holds_out_a_share(config):
+        if part == "dataset_val" and _holds_out_fraction(config):
             return _EVAL_FRACTION_KEY
         if path := _usable_path(part, config):
             return MappedKey({_DATASET_SETTINGS[part]: path})
@@ -175,7 +175,7 @@ def _convert_loss_on(value: Any, config: ForeignConfig) -> Outcome:
 def _column_rule(*names: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if value in names:
-            return _FORM_BY_KEYS
+            return _FORM_IMPLIED_KEY
         if not isinstance(value, str):
             return UnsupportedKey(rules.COLUMN_NAME_REASON, to_do=True)
         return MappedKey({"data.columns": {value: names[0]}})
@@ -184,7 +184,7 @@ def _column_rule(*names: str) -> Rule:
 
 
 def _convert_column_map(value: Any, config: ForeignConfig) -> Outcome:
-    if _component_name(config.get("dataset._component_")) in _FIELDS:
+    if _component_name(config.get("dataset._component_")) in _FIELDS_BY_COMPONENT:
         return IgnoredKey("data.columns says it")
     return UnsupportedKey(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
@@ -197,18 +197,26 @@ _FUSED_LAYERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-_ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
-_MLP = ["gate_proj", "up_proj", "down_proj"]
-_LOSS_NAMES = ("CrossEntropy", "CEWith")
-_LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
-_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # torchtune's IPO uses sums over tokens, ours uses means
+_ATTENTION_LAYERS = {
+    "q_proj": "q_proj",
+    "k_proj": "k_proj",
+    "v_proj": "v_proj",
+    "output_proj": "o_proj",
+}
+_MLP_LAYERS = ["gate_proj", "up_proj", "down_proj"]
+_CROSS_ENTROPY_NAMES = ("CrossEntropy", "CEWith")
+_OBJECTIVE_BY_LOSS = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
+_UNSUPPORTED_LOSSES = (
+    "RSOLoss",
+    "IPOLoss",
+)  # torchtune's IPO uses sums over tokens, ours uses means
 _LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.gamma": 0.5}}
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
 def _read_objective(config: ForeignConfig) -> str | None:
     name = _component_name(config.get("loss._component_"))
-    return None if name in _OTHER_LOSSES else _LOSSES.get(name, SFT)
+    return None if name in _UNSUPPORTED_LOSSES else _OBJECTIVE_BY_LOSS.get(name, SFT)
 
 
 def _read_method(config: ForeignConfig) -> str:
@@ -226,22 +234,22 @@ def _convert_method(value: Any, config: ForeignConfig) -> Outcome:
 
 def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
     if config.method == "full":
-        return NO_ADAPTERS
+        return ADAPTER_ONLY_KEY
     modules = config.get("model.lora_attn_modules")
     modules = modules if isinstance(modules, list) else [modules]
-    known_modules = list(_ATTENTION)
+    known_modules = list(_ATTENTION_LAYERS)
     if not all(name in known_modules for name in modules if name):
         reason = (
             f"there the layers of attention are called {', '.join(known_modules)}; set tune.targets"
         )
         return UnsupportedKey(reason, to_do=True)
-    names = [our_name for name, our_name in _ATTENTION.items() if name in modules]
-    names += _MLP if config.is_on("model.apply_lora_to_mlp") else []
+    names = [our_name for name, our_name in _ATTENTION_LAYERS.items() if name in modules]
+    names += _MLP_LAYERS if config.is_on("model.apply_lora_to_mlp") else []
     is_with_head = config.is_on("model.apply_lora_to_output")
     names += ["lm_head"] if is_with_head else []
     if outcome := _fuse_targets(names, str(config.get("model._component_"))):
         return outcome
-    if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
+    if len(names) == len(_ATTENTION_LAYERS) + len(_MLP_LAYERS) and not is_with_head:
         return MappedKey({"tune.targets": "all-linear"})
     return convert_targets(names, "checkpointer.checkpoint_dir", config)
 
@@ -344,7 +352,7 @@ def _convert_schedule(value: Any, config: ForeignConfig) -> Outcome:
 def _convert_loss(value: Any, config: ForeignConfig) -> Outcome:
     if config.has_preferences:
         return preferences.map_objective(config)
-    if any(word in str(value) for word in _LOSS_NAMES):
+    if any(word in str(value) for word in _CROSS_ENTROPY_NAMES):
         return IgnoredKey("cross entropy, whose logits are never held whole")
     return UnsupportedKey(
         "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss", to_do=True
@@ -359,7 +367,7 @@ def _convert_dtype(value: Any, config: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
         return UnsupportedKey(rules.DTYPE_ADVICE)
     if config.method == "full" and value == "bf16":
-        return MappedKey({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
+        return MappedKey({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16_REMARK)
     return MappedKey({"model.dtype": value})
 
 
@@ -392,8 +400,8 @@ def _convert_reference_path(value: Any, config: ForeignConfig) -> Outcome:
         return IgnoredKey("no reference is used")
     start_path = str(config.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == start_path:
-        return preferences.SAME_REFERENCE
-    return UnsupportedKey(preferences.OTHER_REFERENCE + "start from that one", to_do=True)
+        return preferences.SAME_REFERENCE_KEY
+    return UnsupportedKey(preferences.OTHER_REFERENCE_ADVICE + "start from that one", to_do=True)
 
 
 def _default_settings(config: ForeignConfig) -> dict[str, Any]:
@@ -427,7 +435,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     "model.lora_rank": "tune.rank",
     "model.lora_alpha": "tune.alpha",
     "model.lora_dropout": preferences.override_for_preferences(
-        preferences.NO_DROPOUT, "tune.dropout"
+        preferences.UNSUPPORTED_DROPOUT_KEY, "tune.dropout"
     ),
     **rule_for_keys(
         _convert_targets,
@@ -480,7 +488,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     "output_dir": "run.dir",
     "save_every_n_steps": "checkpoint.every_steps",
     "resume_from_checkpoint": rules.on_off_rule(
-        UnsupportedKey(rules.UNREADABLE_STATE, to_do=True),
+        UnsupportedKey(rules.UNREADABLE_STATE_ADVICE, to_do=True),
         IgnoredKey("checkpoint.resume=auto: rerun the same command"),
     ),
     "quantizer.*": UnsupportedKey("there is no quantization-aware training", to_do=True),
@@ -493,7 +501,7 @@ _IGNORED_KEYS = {
     "reference_model.* reference_checkpointer.*",
     "the tokenizer is read from model.path": "tokenizer.*",
     "everything that a run writes is in run.dir": "checkpointer.output_dir",
-    rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
+    rules.MICRO_BATCH_REASON: "batch_size_val collate_fn",
     rules.LAYOUT_REASON: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
     "data_parallel_shard_dim data_parallel_replicate_dim "
     "custom_sharded_layers memory_efficient_fsdp_wrap fsdp_reshard_after_forward "
@@ -521,24 +529,24 @@ _UNSUPPORTED_KEYS = {
     "set train.profile=10:2": "profiler.enabled",
 }
 _TODO_KEYS = {
-    rules.SYSTEM_MESSAGE: "dataset.new_system_prompt",
+    rules.SYSTEM_MESSAGE_ADVICE: "dataset.new_system_prompt",
     "the chat template is applied; data.chat_template names another": "dataset.template "
     "dataset.prompt_template dataset.chat_format",
     "name the files of that configuration in data.path": "dataset.name dataset.subset",
     "remove those records from the data beforehand": "dataset.filter_fn",
     "write it as a Jinja file; set data.chat_template": "tokenizer.prompt_template",
     rules.FLOAT8_ADVICE: "enable_fp8_training fp8_recipe_name",
-    rules.NO_NEW_TOKENS: "resize_token_embeddings",
+    rules.VOCAB_ADVICE: "resize_token_embeddings",
 }
-_MEDIA_BUILDER = preferences.matches_pattern(r"vision|multimodal|\.clip\.|\.flux\.")
-_OTHER_TRAINING = preferences.exclude_preferences(
+_IS_MEDIA_BUILDER = preferences.matches_pattern(r"vision|multimodal|\.clip\.|\.flux\.")
+_IS_REWARD_TRAINING = preferences.exclude_preferences(
     preferences.matches_pattern("rlhf|KTO|ORPO|PPO|GRPO")
 )
-_PREFERENCES_WITHOUT_LOSS = preferences.exclude_preferences(
+_IS_PREFERENCE_DATA = preferences.exclude_preferences(
     preferences.matches_pattern("preference|hh_rlhf|stack_exchange_paired|rlhf")
 )
-_TEACHER = "teacher_model._component_ kd_loss._component_ kd_ratio"
-_MEDIA_DATA = preferences.matches_pattern("multimodal|the_cauldron|vqa|llava_instruct")
+_TEACHER_KEYS = "teacher_model._component_ kd_loss._component_ kd_ratio"
+_IS_MEDIA_DATA = preferences.matches_pattern("multimodal|the_cauldron|vqa|llava_instruct")
 TORCHTUNE = Tool(
     "torchtune",
     rules.rule_table(_MAPPED_RULES, _IGNORED_KEYS, _UNSUPPORTED_KEYS, _TODO_KEYS),
@@ -546,21 +554,21 @@ TORCHTUNE = Tool(
     _read_method,
     _read_objective,
     (
-        Refusal(_TEACHER, preferences.accept_any, *preferences.DISTILLATION),
+        Refusal(_TEACHER_KEYS, preferences.accept_any, *preferences.DISTILLATION),
         preferences.preference_loss_refusal("loss._component_"),
         Refusal("policy_model._component_", preferences.accept_any, *preferences.REWARD_TRAINING),
-        Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARD_TRAINING),
-        Refusal("dataset._component_", _PREFERENCES_WITHOUT_LOSS, *preferences.UNNAMED_LOSS),
+        Refusal("loss._component_", _IS_REWARD_TRAINING, *preferences.REWARD_TRAINING),
+        Refusal("dataset._component_", _IS_PREFERENCE_DATA, *preferences.UNNAMED_LOSS),
         Refusal(
             "loss._component_", preferences.matches_pattern("KL|KD"), *preferences.DISTILLATION
         ),
-        Refusal("dataset._component_", _MEDIA_DATA, *preferences.MEDIA_TRAINING),
-        Refusal("model._component_", _MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
+        Refusal("dataset._component_", _IS_MEDIA_DATA, *preferences.MEDIA_TRAINING),
+        Refusal("model._component_", _IS_MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
         Refusal(
             "model._component_",
             preferences.matches_pattern("classifier"),
             *preferences.REWARD_TRAINING,
         ),
-        Refusal("tokenizer._component_", _MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
+        Refusal("tokenizer._component_", _IS_MEDIA_BUILDER, *preferences.MEDIA_TRAINING),
     ),
 )

@@ -33,7 +33,7 @@ Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 
 
-class Render(Protocol):
+class RenderFunction(Protocol):
     """Renders messages to text, or returns None if the template refuses them."""
 
     def __call__(self, messages: Messages, include_generation_prompt: bool = False) -> str | None:
@@ -47,13 +47,15 @@ class RenderedChat:
     ``special`` is a pattern that matches special tokens.
     """
 
-    render: Render
+    render: RenderFunction
     messages: Messages
     full_text: str
     special: re.Pattern[str]
     _rendered_prefixes: dict[tuple[int, bool], str | None] = field(default_factory=dict)
 
-    def render_first(self, count: int, include_generation_prompt: bool = False) -> str | None:
+    def render_first_messages(
+        self, count: int, include_generation_prompt: bool = False
+    ) -> str | None:
         """Return the (cached) text of the first ``count`` messages; None if it is refused."""
         if count == len(self.messages) and not include_generation_prompt:
             return self.full_text
@@ -69,7 +71,7 @@ class RenderedChat:
 
         Templates cannot render an empty list.
         """
-        return self.render_first(index, include_generation_prompt=True) if index else None
+        return self.render_first_messages(index, include_generation_prompt=True) if index else None
 
     def prompt_end(self, index: int, text: str) -> int | None:
         """Return the length of message ``index``'s prompt, or None if ``text`` lacks it."""
@@ -107,8 +109,10 @@ class RenderedChat:
             n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"
         ]
         if other_turns:
-            plain_text = self.render_first(other_turns[-1])
-            prompted_text = self.render_first(other_turns[-1], include_generation_prompt=True)
+            plain_text = self.render_first_messages(other_turns[-1])
+            prompted_text = self.render_first_messages(
+                other_turns[-1], include_generation_prompt=True
+            )
         else:
             plain_text = self.render([SENTINEL_QUESTION])
             prompted_text = self.render([SENTINEL_QUESTION], include_generation_prompt=True)
@@ -130,8 +134,8 @@ class RenderedChat:
 
 ESCAPE = "\U000f0000"
 ESCAPE_IN_ASCII_JSON = "\\udb80\\udc00"  # ``ESCAPE`` in ASCII JSON, which some templates write
-_FIRST = ord(ESCAPE) + 1
-_REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
+_FIRST_ESCAPE_CODE = ord(ESCAPE) + 1
+_REASONING_PATTERN = re.compile(r"think|thought|reason", re.IGNORECASE)
 
 
 class SpecialTokenEscapes:
@@ -143,17 +147,17 @@ class SpecialTokenEscapes:
         """Take the special tokens as text; ``turn_tokens``: those that no answer may contain."""
         self._counters = counters
         self._typed_tokens = [ESCAPE, *sorted(set(special_tokens), key=len, reverse=True)]
-        self._number = {text: index for index, text in enumerate(self._typed_tokens)}
+        self._token_indices = {text: index for index, text in enumerate(self._typed_tokens)}
         self._all_pattern = longest_match_pattern(self._typed_tokens)
-        other_tokens = [text for text in self._typed_tokens if not _REASONING.search(text)]
-        self._all_but_reasoning = longest_match_pattern(other_tokens)
+        other_tokens = [text for text in self._typed_tokens if not _REASONING_PATTERN.search(text)]
+        self._all_but_reasoning_pattern = longest_match_pattern(other_tokens)
         own_tokens = {text for text in other_tokens if text != ESCAPE and text not in turn_tokens}
-        self._all_but_own = longest_match_pattern(
+        self._all_but_own_pattern = longest_match_pattern(
             [text for text in other_tokens if text not in own_tokens]
         )
         self._own_pattern = longest_match_pattern(sorted(own_tokens))
-        last = chr(_FIRST + len(self._typed_tokens) - 1)
-        self._escape_pattern = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
+        last = chr(_FIRST_ESCAPE_CODE + len(self._typed_tokens) - 1)
+        self._escape_pattern = re.compile(f"{ESCAPE}([{chr(_FIRST_ESCAPE_CODE)}-{last}])")
 
     def hide_in_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with typed special tokens hidden in all of their text.
@@ -173,7 +177,8 @@ class SpecialTokenEscapes:
         self._counters.own_controls += len(self._own_pattern.findall(text)) if text else 0
         return {
             key: self.hide_special_tokens(
-                value, self._all_but_own if key == "content" else self._all_but_reasoning
+                value,
+                self._all_but_own_pattern if key == "content" else self._all_but_reasoning_pattern,
             )
             for key, value in message.items()
         }
@@ -197,13 +202,13 @@ class SpecialTokenEscapes:
         """Yield a text in pieces: (piece, None), or for an escape (escape, what was typed)."""
         for index, piece in enumerate(self._escape_pattern.split(text)):
             if index % 2:
-                yield ESCAPE + piece, self._typed_tokens[ord(piece) - _FIRST]
+                yield ESCAPE + piece, self._typed_tokens[ord(piece) - _FIRST_ESCAPE_CODE]
             elif piece:
                 yield piece, None
 
     def _hide_token(self, match: re.Match[str]) -> str:
         self._counters.control_texts += match[0] != ESCAPE
-        return ESCAPE + chr(_FIRST + self._number[match[0]])
+        return ESCAPE + chr(_FIRST_ESCAPE_CODE + self._token_indices[match[0]])
 
 
 def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
@@ -234,7 +239,7 @@ def _join_alternatives(node: dict[str, Any]) -> str:
 # -- Blocks: what a template marks with {% generation %}.
 
 
-MARK = "\ufdd0"  # a Unicode noncharacter
+BLOCK_MARKER = "\ufdd0"  # a Unicode noncharacter
 _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
@@ -246,15 +251,15 @@ def mark_generation_blocks(template: Any) -> str | None:
     def marked_text(match: re.Match[str]) -> str:
         left, end, right = match.groups()
         if end:
-            return f"{{%{left} print '{MARK}' %}}{{% endgeneration {right}%}}"
-        return f"{{%{left} generation %}}{{% print '{MARK}' {right}%}}"
+            return f"{{%{left} print '{BLOCK_MARKER}' %}}{{% endgeneration {right}%}}"
+        return f"{{%{left} generation %}}{{% print '{BLOCK_MARKER}' {right}%}}"
 
     return _GENERATION_TAG.sub(marked_text, template)
 
 
 def find_marked_blocks(marked_text: str, full_text: str) -> list[Span] | None:
     """Return the spans between marks; None if ``marked_text`` is not ``full_text`` but for them."""
-    pieces, spans, position = marked_text.split(MARK), [], 0
+    pieces, spans, position = marked_text.split(BLOCK_MARKER), [], 0
     if "".join(pieces) != full_text:
         return None
     for index, piece in enumerate(pieces):
@@ -355,7 +360,7 @@ class AnswerFinder:
     # -- By beginnings.
 
     def _find_by_prefixes(self, chat: RenderedChat, index: int) -> Span | None:
-        text_before, text_after = chat.prompt(index), chat.render_first(index + 1)
+        text_before, text_after = chat.prompt(index), chat.render_first_messages(index + 1)
         if text_before is None or text_after is None or not chat.full_text.startswith(text_after):
             return None
         if not text_after.startswith(text_before) or text_after == text_before:
@@ -379,7 +384,7 @@ class AnswerFinder:
             return None
         start = chat.prompt_end(index, full_text) or self._start_after_prompt(chat, index)
         limit = chat.next_content_start(index)
-        text_as_last_turn = (chat.render_first(index + 1) or "").rstrip()
+        text_as_last_turn = (chat.render_first_messages(index + 1) or "").rstrip()
         if start is None or not text_as_last_turn.endswith(self._tokens):
             return None
         end = max((token for token in self._tokens if text_as_last_turn.endswith(token)), key=len)
@@ -447,7 +452,7 @@ class AnswerFinder:
         if not end_length and (
             text_as_last_turn is None or self._next_special_token.match(after_alone)
         ):
-            end_length = self._shared_end_length(chat, index, text_after)
+            end_length = self._shared_end_token_length(chat, index, text_after)
         if full_text.endswith(text_after):
             return len(full_text) - len(text_after) + end_length
         # The turn ends with another token: some templates have a separate one for tool calls.
@@ -457,7 +462,7 @@ class AnswerFinder:
         is_end = full_text.endswith(remaining_text) and full_text[:stop].endswith(self._tokens)
         return stop if is_end else None
 
-    def _shared_end_length(self, chat: RenderedChat, index: int, text_after: str) -> int:
+    def _shared_end_token_length(self, chat: RenderedChat, index: int, text_after: str) -> int:
         """Return the length of the special token that begins ``text_after`` if it also ends other
         roles' turns, else 0.
 

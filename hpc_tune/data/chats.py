@@ -16,8 +16,8 @@ from hpc_tune.data.answers import (
     ESCAPE_IN_ASCII_JSON,
     SENTINEL,
     AnswerFinder,
-    Render,
     RenderedChat,
+    RenderFunction,
     Span,
     SpecialTokenEscapes,
     find_marked_blocks,
@@ -79,7 +79,7 @@ class Renderer:
         self._templates = ChatTemplates(tokenizer.chat_template)
         special = list_special_tokens(tokenizer)
         self.escapes = SpecialTokenEscapes(special, self._turn_tokens(special), counters)
-        self._answers = AnswerFinder(special)
+        self._answer_finder = AnswerFinder(special)
         self._written_roles: set[str] = set()  # roles that the template is known to write
         self._shows_tools = False
 
@@ -167,7 +167,7 @@ class Renderer:
             ) from None
         if ESCAPE_IN_ASCII_JSON in text and chat != original:
             raise DataError(_ASCII_JSON_REASON)
-        if (full_text := self._make_render(chat)(chat.messages)) is not None:
+        if (full_text := self._make_render_function(chat)(chat.messages)) is not None:
             self._count_omitted_content(chat, full_text)
         return RenderedText(text, None)
 
@@ -193,7 +193,7 @@ class Renderer:
             message = example.messages[number]
             self._counters.lost_reasoning += _read_reasoning(message) not in answer
             self._counters.written_reasoning += _is_reasoning_present(message, answer)
-            names = Counter(_called_tools(message))
+            names = Counter(_called_tool_names(message))
             searched_text = answer if spans else full_text
             lost_calls = any(searched_text.count(name) < names[name] for name in names)
             self._counters.lost_calls += lost_calls
@@ -203,7 +203,7 @@ class Renderer:
                 self._counters.unclear_answers += 1
             else:
                 *others, last = spans
-                if not self._answers.has_end_token(full_text, last, message):
+                if not self._answer_finder.has_end_token(full_text, last, message):
                     full_text, last = self._include_end_token(example, number, full_text, last)
                 learned_spans += [*others, last]
                 weights += [example.weights.get(number, example.weight)] * len(spans)
@@ -231,17 +231,19 @@ class Renderer:
         text_and_span = None
         if not is_marked:
             rendered_chat = self._make_rendered_chat(chat, full_text)
-            text_and_span = self._answers.extend_by_next_turn_token(rendered_chat, number, span)
+            text_and_span = self._answer_finder.extend_by_next_turn_token(
+                rendered_chat, number, span
+            )
         self._counters.unended_answers += text_and_span is None
         self._counters.ended_by_next += text_and_span is not None
         return text_and_span or (full_text, span)
 
     def _make_rendered_chat(self, chat: Chat, full_text: str) -> RenderedChat:
         return RenderedChat(
-            self._make_render(chat), chat.messages, full_text, self._answers.special
+            self._make_render_function(chat), chat.messages, full_text, self._answer_finder.special
         )
 
-    def _make_render(self, chat: Chat) -> Render:
+    def _make_render_function(self, chat: Chat) -> RenderFunction:
         def render(
             messages: Sequence[dict[str, Any]], include_generation_prompt: bool = False
         ) -> str | None:
@@ -264,7 +266,9 @@ class Renderer:
             return chat, self._apply_template(chat.messages, include_generation_prompt, chat.tools)
         except TEMPLATE_ERRORS:
             as_text = replace(chat, messages=serialize_arguments(chat.messages))
-            full_text = self._make_render(chat)(as_text.messages, include_generation_prompt)
+            full_text = self._make_render_function(chat)(
+                as_text.messages, include_generation_prompt
+            )
             if as_text != chat and full_text is not None:
                 return as_text, full_text
             raise
@@ -281,7 +285,7 @@ class Renderer:
         if blocks is not None and len(blocks) == len(answer_indices):
             return [(block,) for block in blocks]
         rendered_chat = self._make_rendered_chat(chat, full_text)
-        spans = self._answers.find(rendered_chat, answer_indices)
+        spans = self._answer_finder.find(rendered_chat, answer_indices)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]
         return [None if span is None else (span,) for span in spans]
@@ -293,7 +297,11 @@ class Renderer:
         """
         filled_messages = []
         for message in messages:
-            if "content" in message and message["content"] is None and not _called_tools(message):
+            if (
+                "content" in message
+                and message["content"] is None
+                and not _called_tool_names(message)
+            ):
                 self._counters.null_contents += message["role"] != "assistant"
                 message = {**message, "content": ""}
             filled_messages.append(message)
@@ -442,11 +450,11 @@ def _drop_weights_if_all_one(weights: Sequence[float]) -> tuple[float, ...]:
 def _is_empty_answer(message: dict[str, Any], learned: str) -> bool:
     """Return whether an answer has no text, and ``learned`` has none of its reasoning or calls."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
-    other_parts = [_read_reasoning(message), *_called_tools(message)]
+    other_parts = [_read_reasoning(message), *_called_tool_names(message)]
     return not (text or any(part and part in learned for part in other_parts))
 
 
-def _called_tools(message: dict[str, Any]) -> list[str]:
+def _called_tool_names(message: dict[str, Any]) -> list[str]:
     return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
 
 

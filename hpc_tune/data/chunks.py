@@ -42,7 +42,7 @@ from hpc_tune.data.files import (
     join_paths,
     megatron_index_path,
 )
-from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, Row, read_example
+from hpc_tune.data.reading import DEFAULT_READ_OPTIONS, ParsedRow, ReadOptions, read_example
 from hpc_tune.data.records import Completion, Tokens
 from hpc_tune.errors import DataError
 
@@ -60,9 +60,9 @@ from hpc_tune.errors import DataError
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOAT_CODES = (6, 7)  # which of them is which depends on the writer's age
+_IDX_HEADER = struct.Struct("<9sQBQQ")
+_IDX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_IDX_FLOAT_CODES = (6, 7)  # which of them is which depends on the writer's age
 _MEGATRON_ADVICE = "copy both files again, or preprocess the data again"
 
 
@@ -75,35 +75,35 @@ class MegatronIndex:
     num_sequences: int
     num_documents: int
 
-    def lengths(self) -> np.ndarray:
+    def sequence_lengths(self) -> np.ndarray:
         """Return the number of tokens in each sequence."""
-        return self._read("<i4", _HEADER.size, self.num_sequences)
+        return self._read_values("<i4", _IDX_HEADER.size, self.num_sequences)
 
     def sequence_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of sequences; one past the last of them, the size of the .bin."""
-        offset = _HEADER.size + 4 * self.num_sequences + 8 * start
-        byte_offsets = self._read("<i8", offset, min(stop, self.num_sequences) - start)
+        offset = _IDX_HEADER.size + 4 * self.num_sequences + 8 * start
+        byte_offsets = self._read_values("<i8", offset, min(stop, self.num_sequences) - start)
         return (
             np.append(byte_offsets, self.data.stat().st_size)
             if stop > self.num_sequences
             else byte_offsets
         )
 
-    def first_sequences(self, start: int, stop: int) -> np.ndarray:
+    def first_sequence_indices(self, start: int, stop: int) -> np.ndarray:
         """Return documents' first sequences; one past the last document, the sequence count."""
-        offset = _HEADER.size + 12 * self.num_sequences + 8 * start
-        return self._read("<i8", offset, stop - start)
+        offset = _IDX_HEADER.size + 12 * self.num_sequences + 8 * start
+        return self._read_values("<i8", offset, stop - start)
 
     def document_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of documents ``start`` to ``stop``, and of the last one's end.
 
         Shape [stop - start + 1].
         """
-        sequences = self.first_sequences(start, stop + 1)
+        sequences = self.first_sequence_indices(start, stop + 1)
         offsets = self.sequence_byte_offsets(int(sequences[0]), int(sequences[-1]) + 1)
         return offsets[sequences - sequences[0]]
 
-    def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
+    def _read_values(self, dtype: str, offset: int, count: int) -> np.ndarray:
         file = megatron_index_path(self.data)
         values = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
         if len(values) < count:
@@ -119,27 +119,29 @@ def open_megatron_index(data: Path) -> MegatronIndex:
     """
     file = megatron_index_path(data)
     with file.open("rb") as stream:
-        header = stream.read(_HEADER.size)
+        header = stream.read(_IDX_HEADER.size)
         size = os.fstat(stream.fileno()).st_size
     if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
         raise DataError(
             f"{file} is not a Megatron index: it begins with {header[:9]!r}, expected {_MAGIC!r} "
             "(the older formats lazy and cached are not read; preprocess with --dataset-impl mmap)"
         )
-    if len(header) < _HEADER.size:
+    if len(header) < _IDX_HEADER.size:
         raise DataError(
-            f"{file} is cut off within its first {_HEADER.size} bytes; {_MEGATRON_ADVICE}"
+            f"{file} is cut off within its first {_IDX_HEADER.size} bytes; {_MEGATRON_ADVICE}"
         )
-    _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
-    if version != 1 or code not in _DTYPES:
+    _, version, code, num_sequences, num_indices = _IDX_HEADER.unpack(header)
+    if version != 1 or code not in _IDX_DTYPES:
         kind = (
-            "of floating-point numbers" if code in _FLOAT_CODES else f"of the unknown code {code}"
+            "of floating-point numbers"
+            if code in _IDX_FLOAT_CODES
+            else f"of the unknown code {code}"
         )
         problem = (
             f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
         )
         raise DataError(f"{file} {problem}; {_MEGATRON_ADVICE}")
-    expected_size = _HEADER.size + 12 * num_sequences + 8 * num_indices
+    expected_size = _IDX_HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected_size + num_sequences > expected_size:
         raise DataError(
             f"{file} has sequence modes, as data with images does; only text is read here"
@@ -149,7 +151,7 @@ def open_megatron_index(data: Path) -> MegatronIndex:
             f"{file} has {size:,} bytes, but its {num_sequences:,} sequences and "
             f"{max(num_indices - 1, 0):,} documents take {expected_size:,}; {_MEGATRON_ADVICE}"
         )
-    return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
+    return MegatronIndex(data, np.dtype(_IDX_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
 
 def split_megatron_documents(
@@ -163,14 +165,16 @@ def split_megatron_documents(
         DataError: if the index contradicts itself, or does not fit the size of the .bin.
     """
     index = open_megatron_index(data)
-    lengths = index.lengths()
-    ends = np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
+    sequence_lengths = index.sequence_lengths()
+    ends = np.cumsum(sequence_lengths, dtype=np.int64) * index.dtype.itemsize
     begins, last = np.append(0, ends[:-1]), int(ends[-1]) if len(ends) else 0
     sequences = (
-        index.first_sequences(0, index.num_documents + 1) if index.num_documents else np.zeros(1)
+        index.first_sequence_indices(0, index.num_documents + 1)
+        if index.num_documents
+        else np.zeros(1)
     )
     if (
-        (lengths < 0).any()
+        (sequence_lengths < 0).any()
         or (len(ends) and (index.sequence_byte_offsets(0, index.num_sequences) != begins).any())
         or sequences[0] != 0
         or sequences[-1] != index.num_sequences
@@ -252,7 +256,7 @@ def read_pydocs_module(name: str) -> Iterator[tuple[str, str]]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates that a distributor leaves among the sources
             continue
-        for pair in _module_pairs(module_name, tree):
+        for pair in _module_qa_pairs(module_name, tree):
             if pair not in seen:
                 seen.add(pair)
                 yield pair
@@ -274,23 +278,23 @@ def _module_files(name: str) -> list[tuple[str, Path]]:
     return sources
 
 
-def _module_pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _module_qa_pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     answer = _docstring_answer(tree)
     if answer:
         yield f"What is the Python module {module} for?", answer
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _function_pair(module, node)
+            yield from _function_qa_pairs(module, node)
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             answer = _docstring_answer(node)
             if answer:
                 yield f"What is the Python class {module}.{node.name}?", answer
             for member in node.body:
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield from _function_pair(f"{module}.{node.name}", member)
+                    yield from _function_qa_pairs(f"{module}.{node.name}", member)
 
 
-def _function_pair(
+def _function_qa_pairs(
     owner: str, node: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[tuple[str, str]]:
     answer = _docstring_answer(node)
@@ -352,8 +356,8 @@ def list_chunks(paths: Paths) -> list[Chunk]:
 
 
 def read_chunk(
-    chunk: Chunk, reading: ReadOptions = DEFAULT_READING, findings: ReadFindings | None = None
-) -> Iterator[Row]:
+    chunk: Chunk, reading: ReadOptions = DEFAULT_READ_OPTIONS, findings: ReadFindings | None = None
+) -> Iterator[ParsedRow]:
     """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:
@@ -385,7 +389,7 @@ def _advise_on_bad_row(problem: str, reading: ReadOptions, is_first: bool) -> st
     return "; data.bad_rows=skip leaves such rows out, and counts them"
 
 
-def source_identity(paths: Paths) -> str:
+def source_fingerprint(paths: Paths) -> str:
     """Return a hash of the source's paths, file sizes, modification times and change times.
 
     Only the file system sets the change time (ctime): a tool that edits a file in place may set its

@@ -67,7 +67,7 @@ class Counters:
     """What became of the examples of a source.
 
     ``cut_tokens``: tokens cut from examples longer than ``seq_len``, all tokens of those dropped.
-    ``cut_lengths``: how many such examples there are, by length rounded up (``round_length``).
+    ``cut_lengths``: how many such examples there are, by length rounded up (``round_up_length``).
     """
 
     examples: int = 0
@@ -106,17 +106,17 @@ class Counters:
 
     def count_dropped_example(self, reason: str) -> None:
         """Count one example that becomes no document."""
-        _count(self.dropped, reason, "other reasons")
+        _increment_count(self.dropped, reason, "other reasons")
 
     def count_truncation(self, length: int, kept_tokens: int) -> None:
         """Count an example of ``length`` tokens, more than fit, that was cut to ``kept_tokens``."""
         self.cut_tokens += length - kept_tokens
-        key = str(round_length(length))
+        key = str(round_up_length(length))
         self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1
 
     def count_role(self, name: str, role: str) -> None:
         """Count a message of a role in the field ``name``."""
-        _count(getattr(self, name), role, "others")
+        _increment_count(getattr(self, name), role, "others")
 
     def add(self, other: "Counters") -> None:
         """Add another part's counts to these."""
@@ -147,13 +147,13 @@ class Counters:
         return parts
 
 
-def round_length(length: int) -> int:
+def round_up_length(length: int) -> int:
     """Round a number of tokens up to 6 significant bits, that is by about 3% at most."""
     step = 1 << max(length.bit_length() - 6, 0)
     return -(-length // step) * step
 
 
-def _count(counts: dict[str, int], key: str, overflow_key: str) -> None:
+def _increment_count(counts: dict[str, int], key: str, overflow_key: str) -> None:
     """Count ``key``, or ``overflow_key`` if there are too many keys already."""
     if key not in counts and len(counts) >= _MAX_REASONS:
         key = overflow_key

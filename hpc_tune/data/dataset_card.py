@@ -77,12 +77,12 @@ def _list_entries(folder: str | Path) -> list[os.DirEntry[str]] | None:
 
 
 CARD_FILE = "README.md"
-FindHeldOutFiles = Callable[[Sequence[Path]], list[Path]]
-_MAX_NAMES = 5
+HeldOutFileFinder = Callable[[Sequence[Path]], list[Path]]
+_MAX_SHOWN_CHOICES = 5
 
 
 @dataclass(frozen=True)
-class Configuration:
+class DatasetConfiguration:
     """A configuration of a dataset: the files of each of its splits, in order.
 
     ``patterns``: the file patterns that the card gives for each split.
@@ -104,7 +104,7 @@ class Configuration:
 
 
 def choose_train_files(
-    folder: Path, find_held_out: FindHeldOutFiles
+    folder: Path, find_held_out: HeldOutFileFinder
 ) -> tuple[list[Path], dict[Path, str]] | None:
     """Return the files to train on according to the folder's card, and why each other file that
     the card names is not among them; None if there is no card, or it names no file that is here.
@@ -122,7 +122,7 @@ def choose_train_files(
     if len(default) > 1:
         raise DataError(
             f"{folder} holds several configurations, as its card says; name the files of one: "
-            + _list_choices(
+            + _format_choices(
                 [(c.name, c.data_path_of_split(folder, _choose_split(c.splits))) for c in default]
             )
         )
@@ -132,7 +132,7 @@ def choose_train_files(
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train in its card; name the files of one: "
-            + _list_choices(
+            + _format_choices(
                 [(split, chosen_config.data_path_of_split(folder, split)) for split in splits]
             )
         )
@@ -146,9 +146,9 @@ def choose_train_files(
     return splits[name], left_out
 
 
-def _list_choices(choices: list[tuple[str, str]]) -> str:
-    options = [f"{name} (data.path={path})" for name, path in choices[:_MAX_NAMES]]
-    return ", ".join(options) + (" and more" if len(choices) > _MAX_NAMES else "")
+def _format_choices(choices: list[tuple[str, str]]) -> str:
+    options = [f"{name} (data.path={path})" for name, path in choices[:_MAX_SHOWN_CHOICES]]
+    return ", ".join(options) + (" and more" if len(choices) > _MAX_SHOWN_CHOICES else "")
 
 
 def _choose_split(splits: dict[str, list[Path]]) -> str:
@@ -157,7 +157,9 @@ def _choose_split(splits: dict[str, list[Path]]) -> str:
     return "train" if "train" in nonempty_splits else nonempty_splits[0]
 
 
-def _find_configurations(folder: Path, find_held_out: FindHeldOutFiles) -> Iterator[Configuration]:
+def _find_configurations(
+    folder: Path, find_held_out: HeldOutFileFinder
+) -> Iterator[DatasetConfiguration]:
     configs = _read_header(folder / CARD_FILE).get("configs")
     for config in configs if isinstance(configs, list) else []:
         if not isinstance(config, dict):
@@ -178,7 +180,7 @@ def _find_configurations(folder: Path, find_held_out: FindHeldOutFiles) -> Itera
             }
         name = str(config.get("config_name") or "default")
         is_default = bool(config.get("default")) or name == "default"
-        yield Configuration(name, is_default, splits, patterns)
+        yield DatasetConfiguration(name, is_default, splits, patterns)
 
 
 def _read_header(card: Path) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from hpc_tune.data.preferences import (
     LabeledAnswers,
     PreferencePair,
     find_first_learned_answer,
-    swap_answer,
+    replace_answer,
 )
-from hpc_tune.data.reading import Row
+from hpc_tune.data.reading import ParsedRow
 from hpc_tune.data.records import Chat, Completion, Example, Text, Tokens
 from hpc_tune.data.tokenizer import (
     FastTokenizer,
@@ -62,7 +62,7 @@ class Encoder:
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and bos in added_ids else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
+        self._newline_ids = self._backend.encode("\n", add_special_tokens=False).ids
         added_tokens = self._backend.get_added_tokens_decoder()
         self._special_ids = [number for number, token in added_tokens.items() if token.special]
         self._splits_special_tokens = splits_special_tokens(tokenizer)
@@ -124,7 +124,7 @@ class Encoder:
         for number in (example.token_ids.min(initial=0), example.token_ids.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
-                    f"{example.where}: it has the token {number}, but the tokenizer {self._name} "
+                    f"{example.location}: it has the token {number}, but the tokenizer {self._name} "
                     f"has only tokens 0 to {self._num_ids - 1}; set model.path to a model whose "
                     "tokenizer made the data"
                 )
@@ -256,8 +256,8 @@ class Encoder:
         """
         if follows_text:
             encoding = self._backend.encode(f"\n{text}", add_special_tokens=False)
-            if encoding.ids[: len(self._line_end)] == self._line_end:
-                tail = slice(len(self._line_end), None)
+            if encoding.ids[: len(self._newline_ids)] == self._newline_ids:
+                tail = slice(len(self._newline_ids), None)
                 return encoding.ids[tail], [(a - 1, b - 1) for a, b in encoding.offsets[tail]]
         text_encoding = self._backend.encode(text, add_special_tokens=False)
         return text_encoding.ids, text_encoding.offsets
@@ -402,7 +402,7 @@ class PreferenceEncoder:
         self._other_encoder = Encoder(tokenizer, seq_len, loss_on)
         self.counters: Counters = self._own_encoder.counters
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Block]:
+    def encode(self, rows: Iterable[ParsedRow]) -> Iterator[Block]:
         """Yield blocks; a labeled answer is joined with an answer of the next row that has another
         prompt, where the first row comes after the last one.
 
@@ -420,7 +420,7 @@ class PreferenceEncoder:
                 batch, num_chars = [], 0
         yield from self._make_block(batch)
 
-    def _render_row(self, row: Row, next_row: Row | None) -> Iterator[_RenderedSides]:
+    def _render_row(self, row: ParsedRow, next_row: ParsedRow | None) -> Iterator[_RenderedSides]:
         """Render a row; ``next_row`` gives the mismatched answers if the row is labeled."""
         if isinstance(row, PreferencePair):
             self.counters.examples += 1
@@ -438,7 +438,7 @@ class PreferenceEncoder:
             sides = [own_side]
             if other_answers:
                 other_answer = other_answers[min(number, len(other_answers) - 1)]
-                other_side = self._other_encoder.render(swap_answer(answer, other_answer))
+                other_side = self._other_encoder.render(replace_answer(answer, other_answer))
                 sides += [] if isinstance(other_side, str) else [other_side]
             yield _RenderedSides(tuple(sides), label)
 
@@ -572,7 +572,9 @@ def _find_drop_reason(sides: list[TokensAndMask]) -> str | None:
     return None
 
 
-def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
+def _pair_with_next_prompt(
+    rows: Iterable[ParsedRow],
+) -> Iterator[tuple[ParsedRow, ParsedRow | None]]:
     """Yield each row with the next row that has another prompt, or with None if none has.
 
     After the last row comes the first one again. Rows with the same prompt are often adjacent:
@@ -580,7 +582,7 @@ def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | Non
     """
     groups = (list(group) for _, group in groupby(rows, _prompt_key))
     first_two = [*islice(groups, 2)]  # at most one of them has the last row's prompt
-    last: list[Row] = []
+    last: list[ParsedRow] = []
     for group in chain(first_two, groups):
         yield from ((row, group[0]) for row in last)
         last = group
@@ -589,7 +591,7 @@ def _pair_with_next_prompt(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | Non
     yield from ((row, next_row) for row in last)
 
 
-def _prompt_key(row: Row) -> Any:
+def _prompt_key(row: ParsedRow) -> Any:
     """Return a key that rows with the same prompt share; for pairs, which need none, the row."""
     if not isinstance(row, LabeledAnswers):
         return row

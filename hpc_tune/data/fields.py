@@ -74,29 +74,31 @@ def format_fields(record: dict[str, Any]) -> str:
 # axolotl, verl     train, training; loss_mask
 
 
-_WEIGHT_FIELDS = ("weight", "loss_scale")
-MARK_FIELDS = (*_WEIGHT_FIELDS, "train", "training", "loss", "loss_mask")
+_NUMERIC_WEIGHT_FIELDS = ("weight", "loss_scale")
+LOSS_WEIGHT_FIELDS = (*_NUMERIC_WEIGHT_FIELDS, "train", "training", "loss", "loss_mask")
 # Advantages of reinforcement learning, which are not read: see docs/data.md.
 ADVANTAGE_FIELDS = ("advantage", "advantages")
 
 
-def read_weight(fields: dict[str, Any], where: str) -> float | None:
+def read_loss_weight(fields: dict[str, Any], where: str) -> float | None:
     """Return the weight in the loss that a turn's, or a row's, own marks give it; None without any.
 
     Raises:
         WrongRecord: if a mark is not a valid number, or two of them contradict each other.
     """
-    marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
-    weights = {name: _read_mark_value(name, value, where) for name, value in marks.items()}
+    marks = {name: fields[name] for name in LOSS_WEIGHT_FIELDS if not is_unset(fields.get(name))}
+    weights = {name: _parse_loss_weight(name, value, where) for name, value in marks.items()}
     # A mark that only says "learned" leaves the weight to the other marks.
-    values = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
+    values = {weights[name] for name in _NUMERIC_WEIGHT_FIELDS if name in weights} or set(
+        weights.values()
+    )
     if len(values) > 1 or len(set(map(bool, weights.values()))) > 1:
         raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
     return values.pop() if values else None
 
 
-def _read_mark_value(name: str, value: Any, where: str) -> float:
-    if name not in _WEIGHT_FIELDS:
+def _parse_loss_weight(name: str, value: Any, where: str) -> float:
+    if name not in _NUMERIC_WEIGHT_FIELDS:
         if value not in (0, 1):
             raise WrongRecord(
                 f"{where}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "

@@ -21,9 +21,9 @@ from hpc_tune.data.dataset_card import choose_train_files, glob_files
 from hpc_tune.errors import DataError
 from hpc_tune.files import explain_pointer_file
 from hpc_tune.hub_cache import (
-    PREFIXES,
+    CACHE_FOLDER_PREFIXES,
+    canonical_path,
     choose_snapshot,
-    identity_path,
     is_repo_cache,
     missing_snapshot_hint,
     refuse_several_revisions,
@@ -32,7 +32,7 @@ from hpc_tune.units import list_some
 
 FileKind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
 Paths = str | list[str]
-KINDS: dict[str, FileKind] = {
+KIND_BY_SUFFIX: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -44,7 +44,7 @@ KINDS: dict[str, FileKind] = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
 KNOWN_KINDS_TEXT = (
-    f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
+    f"{', '.join(KIND_BY_SUFFIX)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
     "Megatron with its .idx"
 )
 _MEGATRON_SUFFIX, _MEGATRON_INDEX_SUFFIX = ".bin", ".idx"
@@ -67,7 +67,7 @@ _DOCUMENTATION = re.compile(
 _CACHE_FILE_NAME = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 _HELD_OUT_REASON = "its name is that of a split to hold out; name it in data.eval_path"
-_MAX_NAMES = 5
+_MAX_LISTED_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class FoundFiles:
     """The files of a source in order, and (file, why) for those that are not read."""
 
     files: tuple[Path, ...]
-    left_out: tuple[tuple[Path, str], ...] = ()
+    skipped_files: tuple[tuple[Path, str], ...] = ()
 
 
 def as_list(paths: Paths) -> list[str]:
@@ -97,9 +97,9 @@ def find_kind(file: Path) -> FileKind | None:
         return "megatron" if _find_megatron_data(file) else None
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
-        kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
+        kind = KIND_BY_SUFFIX.get(suffixes[-2]) if len(suffixes) > 1 else None
         return None if kind in ("parquet", "arrow") else kind
-    return KINDS.get(suffixes[-1]) if suffixes else None
+    return KIND_BY_SUFFIX.get(suffixes[-1]) if suffixes else None
 
 
 def megatron_index_path(data: Path) -> Path:
@@ -123,16 +123,16 @@ def find_files(paths: Paths) -> FoundFiles:
     for file in files:
         if problem := explain_pointer_file(file):
             raise DataError(problem)
-        if (identity := identity_path(file)) in seen:
+        if (identity := canonical_path(file)) in seen:
             raise DataError(
                 f"{join_paths(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
             )
         seen.add(identity)
-    left_out = [skipped_file for source in sources for skipped_file in source.left_out]
+    skipped_files = [skipped_file for source in sources for skipped_file in source.skipped_files]
     empty = [file for file in files if len(files) > 1 and file.stat().st_size == 0]
     kept_files = tuple(file for file in files if file not in empty)
-    return FoundFiles(kept_files, (*left_out, *((file, "empty") for file in empty)))
+    return FoundFiles(kept_files, (*skipped_files, *((file, "empty") for file in empty)))
 
 
 def describe_read_files(found: FoundFiles) -> str:
@@ -142,13 +142,15 @@ def describe_read_files(found: FoundFiles) -> str:
 
 def describe_skipped_files(found: FoundFiles) -> Iterator[str]:
     """Yield a line for each reason why files are not read."""
-    for reason in sorted({reason for _, reason in found.left_out}):
-        files = sorted((f for f, file_reason in found.left_out if file_reason == reason), key=str)
+    for reason in sorted({reason for _, reason in found.skipped_files}):
+        files = sorted(
+            (f for f, file_reason in found.skipped_files if file_reason == reason), key=str
+        )
         yield f"left out {_join_names(files)}: {reason}"
 
 
 def _join_names(files: Sequence[Path]) -> str:
-    return list_some(files, _MAX_NAMES)
+    return list_some(files, _MAX_LISTED_NAMES)
 
 
 def _find_source_files(name: str) -> FoundFiles:
@@ -163,7 +165,9 @@ def _find_source_files(name: str) -> FoundFiles:
     if problem := explain_pointer_file(path):
         raise DataError(problem)
     if not path.exists():
-        raise DataError(f"there is no data at {name}{_advise_instead(name) or _suggest_near(path)}")
+        raise DataError(
+            f"there is no data at {name}{_advise_on_missing_path(name) or _suggest_paths(path)}"
+        )
     if path.is_file():
         if find_kind(path) is None:
             raise DataError(
@@ -191,7 +195,7 @@ def _find_megatron_data(path: Path) -> Path | None:
 def _find_by_glob(name: str, matches: Sequence[Path]) -> FoundFiles:
     """Return the files that a pattern matches, without those that are not data."""
     folders = [_find_in_folder(path) for path in matches if path.is_dir()]
-    files, left_out = _split_by_known_kind(path for path in matches if path.is_file())
+    files, skipped_files = _split_by_known_kind(path for path in matches if path.is_file())
     fixed_parts = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
     held_out = _find_held_out_files(files, Path(*fixed_parts))
     kept_files = [file for file in files if file not in held_out]
@@ -201,9 +205,9 @@ def _find_by_glob(name: str, matches: Sequence[Path]) -> FoundFiles:
     return FoundFiles(
         tuple(kept_files),
         (
-            *left_out,
+            *skipped_files,
             *((file, _HELD_OUT_REASON) for file in held_out),
-            *(skipped_file for folder in folders for skipped_file in folder.left_out),
+            *(skipped_file for folder in folders for skipped_file in folder.skipped_files),
         ),
     )
 
@@ -215,13 +219,17 @@ def _find_in_folder(folder: Path) -> FoundFiles:
         reason = f"another revision of the dataset; the one that is read is {snapshot.name}"
         return FoundFiles(
             found_files.files,
-            (*found_files.left_out, *((revision, reason) for revision in other_snapshots)),
+            (*found_files.skipped_files, *((revision, reason) for revision in other_snapshots)),
         )
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _find_saved_dataset(folder)
-    files, left_out = _split_by_known_kind(_list_files(folder, set()))
+    files, skipped_files = _split_by_known_kind(_list_files(folder, set()))
     if not files:
-        note = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
+        note = (
+            f"; it has {', '.join(str(file) for file, _ in skipped_files[:3])}"
+            if skipped_files
+            else ""
+        )
         raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{note}")
     card_choice = choose_train_files(
         folder, lambda card_files: _find_held_out_files(card_files, folder)
@@ -245,7 +253,7 @@ def _find_in_folder(folder: Path) -> FoundFiles:
             f"{folder} mixes kinds of data: {summary}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
-    return FoundFiles(tuple(kept_files), (*left_out, *unread_files))
+    return FoundFiles(tuple(kept_files), (*skipped_files, *unread_files))
 
 
 def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
@@ -285,13 +293,15 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
 
 def _advise_on_cache(folder: Path, cache_folders: Sequence[Path]) -> str:
     """Return what to do about a folder that contains folders of the hub's cache."""
-    repos = [path for path in cache_folders if not path.name.startswith(PREFIXES["model"])]
+    repos = [
+        path for path in cache_folders if not path.name.startswith(CACHE_FOLDER_PREFIXES["model"])
+    ]
     if not repos:
         return (
             f"{folder} contains {cache_folders[0].name}, a model in the hub's cache, which is not "
             "data; name the dataset (datasets--OWNER--NAME) or its files in data.path"
         )
-    names = " or ".join(f"data.path={path}" for path in sorted(repos)[:_MAX_NAMES])
+    names = " or ".join(f"data.path={path}" for path in sorted(repos)[:_MAX_LISTED_NAMES])
     return (
         f"{folder} contains {repos[0].name}, a folder of the hub's cache; name that folder itself: "
         + names
@@ -312,25 +322,25 @@ def _versioned_table_kind(folder: Path, inner: Path) -> str | None:
 def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Separate files into data files and (file, why) for the others."""
     data_files: list[Path] = []
-    skipped_files: list[tuple[Path, str]] = []
+    other_files: list[tuple[Path, str]] = []
     for file in files:
         if file.suffix == _MEGATRON_INDEX_SUFFIX and file.with_suffix(_MEGATRON_SUFFIX).is_file():
             continue  # it belongs to a .bin
         kind = find_kind(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
         if is_documentation or file.name in _METADATA_FILES:
-            skipped_files.append((file, "it describes the data"))
+            other_files.append((file, "it describes the data"))
         elif kind is None:
-            skipped_files.append((file, "its kind of data is not known"))
+            other_files.append((file, "its kind of data is not known"))
         elif file.name.startswith(("_", ".")):
-            skipped_files.append((file, "its name begins with _, as those of bookkeeping files do"))
+            other_files.append((file, "its name begins with _, as those of bookkeeping files do"))
         elif _CACHE_FILE_NAME.fullmatch(file.name):
-            skipped_files.append(
+            other_files.append(
                 (file, "cached by datasets: the result of a map or filter; name it to read it")
             )
         else:
             data_files.append(file)
-    return data_files, skipped_files
+    return data_files, other_files
 
 
 def _find_held_out_files(files: Sequence[Path], folder: Path) -> list[Path]:
@@ -367,7 +377,7 @@ def _require_one_configuration(folder: Path, files: Sequence[Path]) -> None:
         choices = sorted(f"{parent}/{split}-*" for parent, split in hub_splits)
         raise DataError(
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
-            f"of them in a list: data.path={' or '.join(choices[:_MAX_NAMES])}"
+            f"of them in a list: data.path={' or '.join(choices[:_MAX_LISTED_NAMES])}"
         )
 
 
@@ -458,7 +468,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
     return FoundFiles(files)
 
 
-def _advise_instead(name: str) -> str:
+def _advise_on_missing_path(name: str) -> str:
     """Return advice for a name that is no file but an address, or a list without brackets."""
     path = Path(name)
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
@@ -474,7 +484,7 @@ def _advise_instead(name: str) -> str:
     return ""
 
 
-def _suggest_near(path: Path) -> str:
+def _suggest_paths(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir()]

@@ -69,7 +69,7 @@ from hpc_tune.files import explain_pointer_file
 
 _MAGIC = b"hpctune\n"
 _TRAILER = struct.Struct("<Q8s")
-_MAX_SEAL_BYTES = 1 << 16
+_MAX_CHECKSUM_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 
 ByteRanges = Sequence[tuple[int, int]]
@@ -94,7 +94,7 @@ def is_structure_intact(file: BinaryIO) -> bool:
     file.seek(size - _TRAILER.size)
     length, magic = _TRAILER.unpack(file.read(_TRAILER.size))
     end = size - _TRAILER.size - length
-    if magic != _MAGIC or length > _MAX_SEAL_BYTES or end < 0:
+    if magic != _MAGIC or length > _MAX_CHECKSUM_BYTES or end < 0:
         return False
     file.seek(end)
     try:

@@ -21,7 +21,7 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.data import DataForm
-from hpc_tune.data.counts import round_length
+from hpc_tune.data.counts import round_up_length
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.order import ORDER_VERSION, SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, Rows, make_micro_batches
@@ -242,7 +242,7 @@ class Loader:
         if self._rows >= self.total_rows:
             return []
         batches = self._prefetcher.take(self._rows)
-        self._rows = self._end_row(self._rows)
+        self._rows = self._find_step_end(self._rows)
         return batches
 
     def state(self) -> _State:
@@ -293,7 +293,7 @@ class Loader:
         """End the thread."""
         self._prefetcher.close()
 
-    def _end_row(self, rows: int) -> int:
+    def _find_step_end(self, rows: int) -> int:
         return min(rows + self._global_size, self.total_rows)
 
     def _step_bytes(self) -> int:
@@ -305,7 +305,7 @@ class Loader:
 
     def _build_step(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""
-        stop, micro_size = self._end_row(start), self._micro_size
+        stop, micro_size = self._find_step_end(start), self._micro_size
         if start >= stop:
             return None
         own_rows = range(start + self._rank, stop, self._size)
@@ -423,7 +423,7 @@ def _count_overlong_documents(store: TokenStore, seq_len: int) -> Counter[int]:
         length_counts[store.attributes.seq_len] -= counters.truncated
     rounded_counts = Counter({int(length): num for length, num in counters.cut_lengths.items()})
     for length, num in length_counts.items():
-        rounded_counts[round_length(length)] += num if length > seq_len else 0
+        rounded_counts[round_up_length(length)] += num if length > seq_len else 0
     return Counter(
         {length: num for length, num in rounded_counts.items() if length > seq_len and num > 0}
     )

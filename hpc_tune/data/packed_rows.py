@@ -3,7 +3,7 @@
     row number -> documents (order.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
 For pairs, the chosen answer is followed by the rejected one in the same row. For labeled answers,
-the batch holds the rows' own answers, and ``mismatched`` other rows' answers to the same prompts.
+the batch holds the rows' own answers, and ``mismatched_batch`` other rows' answers to the same prompts.
 
 Shapes: B rows, T tokens per row, P pairs or labeled answers.
 """
@@ -28,10 +28,10 @@ from hpc_tune.errors import ConfigError, DataError
 
 
 _TOKENS_PER_READ = 1 << 22  # tokens whose masks are read at once
-_Histogram = tuple[np.ndarray, np.ndarray, Indexable]
+_DocumentsByLength = tuple[np.ndarray, np.ndarray, Indexable]
 
 
-def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _Histogram:
+def sort_by_length(store: TokenStore, document_limit: int | None = None) -> _DocumentsByLength:
     """Return sizes (rising), how many documents have each, and document numbers in that order."""
     indices = _used_documents(store, document_limit)
     if indices is None:
@@ -260,13 +260,17 @@ def _read_batch(rows: Rows, indices: range, stride: int) -> Batch:
     own_batch = lay_out([[sides[0] for sides in row.sides] for row in read_rows])
     if rows.form == "answers":
         return own_batch
-    mismatched = lay_out([[sides[1] for sides in row.sides if len(sides) > 1] for row in read_rows])
+    mismatched_batch = lay_out(
+        [[sides[1] for sides in row.sides if len(sides) > 1] for row in read_rows]
+    )
     pairs = _make_pairs(read_rows)
     # Each batch counts only the tokens of its own side.
     num_loss_tokens_P2 = pairs.num_loss_tokens_P2
     first, second = (num_loss_tokens_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
-    mismatched = replace(mismatched, pairs=replace(pairs, num_loss_tokens_P2=second))
-    return replace(own_batch, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched=mismatched)
+    mismatched_batch = replace(mismatched_batch, pairs=replace(pairs, num_loss_tokens_P2=second))
+    return replace(
+        own_batch, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched_batch=mismatched_batch
+    )
 
 
 def _make_pairs(rows: Sequence[RowDocuments]) -> PreferencePairs:
@@ -342,13 +346,13 @@ class MixedRows:
         """``sources``: by name, in the current phase's order, all of one form and seq_len."""
         self.phase, self.phases = phases[-1], phases
         assert list(sources) == list(self.phase.parts), f"{[*sources]}, {[*self.phase.parts]}"
-        self.packed, self.names = list(sources.values()), list(sources)
+        self.source_rows, self.names = list(sources.values()), list(sources)
         self._rows_before = [part.rows_before for part in self.phase.parts.values()]
         self._interleaving = self.phase.interleaving()
         self._num_rows = self.phase.num_rows
-        self.form: DataForm = self.packed[0].form
-        self.seq_len = self.packed[0].seq_len
-        self.has_weights = any(rows.has_weights for rows in self.packed)
+        self.form: DataForm = self.source_rows[0].form
+        self.seq_len = self.source_rows[0].seq_len
+        self.has_weights = any(rows.has_weights for rows in self.source_rows)
 
     @property
     def num_rows(self) -> int:
@@ -359,7 +363,7 @@ class MixedRows:
     def padding(self) -> float:
         """The share of an epoch's tokens that packing leaves empty."""
         counts = self._interleaving.counts(self._num_rows)
-        empty = sum(n * rows.padding for n, rows in zip(counts, self.packed, strict=True))
+        empty = sum(n * rows.padding for n, rows in zip(counts, self.source_rows, strict=True))
         return empty / self._num_rows
 
     def epoch_at(self, stream_row: int) -> float:
@@ -380,7 +384,7 @@ class MixedRows:
     def read(self, stream_row: int) -> RowDocuments:
         """Return a row's documents."""
         source, row = self.source_and_row(stream_row)
-        return self.packed[source].read(row)
+        return self.source_rows[source].read(row)
 
     def state(self) -> dict[str, Any]:
         """Return what identifies this stream, saved with positions in it."""

@@ -17,7 +17,7 @@ from hpc_tune.data.fields import (
     CHAT_FIELDS,
     CHOSEN_FIELDS,
     LABEL_FIELDS,
-    MARK_FIELDS,
+    LOSS_WEIGHT_FIELDS,
     REJECTED_FIELDS,
     WrongRecord,
     format_fields,
@@ -25,8 +25,8 @@ from hpc_tune.data.fields import (
     is_unset,
     json_type_name,
     parse_input_field,
+    read_loss_weight,
     read_tools,
-    read_weight,
     require_object,
     unpack_chats,
 )
@@ -41,8 +41,8 @@ from hpc_tune.errors import DataError
 
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
-_NAMES = {role: name for name, role in _ROLES.items()}
+_ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
+_SPEAKER_OF_ROLE = {role: name for name, role in _ROLE_OF_SPEAKER.items()}
 
 Messages = list[dict[str, Any]]
 Prompt = Completion | Messages  # a Completion without its completion
@@ -120,7 +120,7 @@ def _split_turns(text: str, name: str) -> Messages:
     if preamble or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return []
     turns = [
-        {"role": _ROLES[speaker], "content": content.strip()}
+        {"role": _ROLE_OF_SPEAKER[speaker], "content": content.strip()}
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
@@ -133,7 +133,7 @@ def _as_completion(prompt: Messages) -> Completion | None:
     texts = [turn["content"] for turn in prompt]
     if [turn["role"] for turn in prompt] != (["user", "assistant"] * len(texts))[: len(texts)]:
         return None
-    plain = "".join(f"\n\n{_NAMES[turn['role']]}: {turn['content']}" for turn in prompt)
+    plain = "".join(f"\n\n{_SPEAKER_OF_ROLE[turn['role']]}: {turn['content']}" for turn in prompt)
     history = tuple(zip(texts[:-1:2], texts[1::2], strict=True))
     return Completion(texts[-1], "", f"{plain}\n\nAssistant: ", history=history)
 
@@ -143,7 +143,14 @@ def _as_completion(prompt: Messages) -> Completion | None:
 
 _TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
 _SYSTEM_FIELDS = ("system", "system_prompt")
-_FURTHER_FIELDS = ("history", "context", "tools", "functions", "rejected_tools", *MARK_FIELDS)
+_FURTHER_FIELDS = (
+    "history",
+    "context",
+    "tools",
+    "functions",
+    "rejected_tools",
+    *LOSS_WEIGHT_FIELDS,
+)
 PAIR_FIELDS = frozenset(
     CHOSEN_FIELDS + REJECTED_FIELDS + CHAT_FIELDS + _TEXT_FIELDS + _SYSTEM_FIELDS + _FURTHER_FIELDS
 )
@@ -191,7 +198,7 @@ def to_pair(record: Any) -> PreferencePair:
         raise WrongRecord(
             f"found {format_fields(record)}; {_advise_other_objective(record)}{_EXPECTED_PAIRS}"
         )
-    weight = read_weight(record, "the row")
+    weight = read_loss_weight(record, "the row")
     if weight == 0:
         raise NoLearnedTextError
     _refuse_row_weight(weight is None or weight == 1)
@@ -248,7 +255,7 @@ def has_label(record: dict[str, Any]) -> bool:
     return any(record.get(name) is not None for name in LABEL_FIELDS)
 
 
-def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
+def replace_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
     """Return ``example`` with its answer replaced by all messages of the answer in ``other``."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
@@ -483,7 +490,7 @@ def _add_answer(
         raise WrongRecord(
             f"{field} is {format_value(answer[0])}, expected an answer of the assistant"
         )
-    fields = {name: record[name] for name in MARK_FIELDS if name in record}
+    fields = {name: record[name] for name in LOSS_WEIGHT_FIELDS if name in record}
     try:
         chat = to_example(
             {
@@ -560,7 +567,7 @@ def _has_content(message: dict[str, Any]) -> bool:
 
 # The total weight of the good answers over that of the others should be within these limits
 # (arXiv:2402.01306, 4.2).
-MIN_RATIO, MAX_RATIO = 1.0, 1.33
+MIN_LABEL_WEIGHT_RATIO, MAX_LABEL_WEIGHT_RATIO = 1.0, 1.33
 
 
 def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
@@ -584,13 +591,13 @@ def describe_label_imbalance(
 ) -> str | None:
     """Return a warning if the two kinds do not weigh about the same, with a weight that helps."""
     ratio = desirable_weight * num_good / (undesirable_weight * num_bad)
-    if MIN_RATIO <= ratio <= MAX_RATIO:
+    if MIN_LABEL_WEIGHT_RATIO <= ratio <= MAX_LABEL_WEIGHT_RATIO:
         return None
     weights = f"tune.desirable_weight={undesirable_weight * num_bad / num_good:.3g}"
     if num_bad < num_good:
         weights = f"tune.undesirable_weight={desirable_weight * num_good / num_bad:.3g}"
     return (
         f"{num_good} answers are good and {num_bad} are not, so the good ones weigh "
-        f"{ratio:.3g} times as much in kto as the others, but {MIN_RATIO:g} to {MAX_RATIO:g} is "
+        f"{ratio:.3g} times as much in kto as the others, but {MIN_LABEL_WEIGHT_RATIO:g} to {MAX_LABEL_WEIGHT_RATIO:g} is "
         f"usual: {weights} makes it 1"
     )

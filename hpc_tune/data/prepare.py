@@ -32,12 +32,12 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.data.chats import LossOn
-from hpc_tune.data.chunks import Chunk, hash_file_ends, list_chunks, read_chunk, source_identity
+from hpc_tune.data.chunks import Chunk, hash_file_ends, list_chunks, read_chunk, source_fingerprint
 from hpc_tune.data.counts import ANSWER_BEYOND_SEQ_LEN, Counters, ReadFindings
 from hpc_tune.data.encode import Encoder, PreferenceEncoder, make_encoder
 from hpc_tune.data.files import Paths, as_list, join_paths
 from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
-from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, require_columns
+from hpc_tune.data.reading import DEFAULT_READ_OPTIONS, ReadOptions, require_columns
 from hpc_tune.data.tokenizer import (
     FastTokenizer,
     find_template_date,
@@ -52,7 +52,7 @@ from hpc_tune.log import log
 from hpc_tune.world.comm import RunAndAgree, run_on_single_rank
 
 STALE_PARTS_S = 24 * 3600
-_FACTS_FILE = "facts.json"
+_PART_SUMMARY_FILE = "facts.json"
 # Versions of what is learned of a row: if they change, data is prepared again.
 _ENCODING_VERSION, _LABELS_ENCODING_VERSION = 10, 11
 ReportProgress = Callable[[int, int], None]
@@ -65,7 +65,7 @@ class PrepareSettings:
 
     seq_len: int
     loss_on: LossOn = "answers"
-    reading: ReadOptions = DEFAULT_READING
+    reading: ReadOptions = DEFAULT_READ_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class PreparePlan:
     chunks: tuple[Chunk, ...]
     settings: PrepareSettings
     attributes: Attributes
-    parts: Path
+    parts_folder: Path
 
     def part_file(self, number: int) -> Path:
         """Return the file for a chunk's tokens."""
-        return self.parts / f"{number:08d}.part"
+        return self.parts_folder / f"{number:08d}.part"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PreparingRanks:
     """
 
     rank: int = 0
-    size: int = 1
+    num_ranks: int = 1
     run_and_agree: RunAndAgree = run_on_single_rank
     broadcast: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
@@ -149,9 +149,9 @@ def plan_preparation(
         hpc_tune_version=__version__,
         form=settings.reading.form,
     )
-    parts = out.with_name(f".{out.name}.{_cache_key(paths, tokenizer_hash, settings)}.parts")
+    parts_folder = out.with_name(f".{out.name}.{_cache_key(paths, tokenizer_hash, settings)}.parts")
     chunks = tuple(list_chunks(paths))
-    return PreparePlan(out, hash_file_ends(paths), chunks, settings, attributes, parts)
+    return PreparePlan(out, hash_file_ends(paths), chunks, settings, attributes, parts_folder)
 
 
 def tokenize_chunks(
@@ -167,8 +167,8 @@ def tokenize_chunks(
     Raises:
         DataError: for raw data that cannot be used, saying where it is.
     """
-    plan.parts.mkdir(parents=True, exist_ok=True)
-    numbers = range(ranks.rank, len(plan.chunks), ranks.size)
+    plan.parts_folder.mkdir(parents=True, exist_ok=True)
+    numbers = range(ranks.rank, len(plan.chunks), ranks.num_ranks)
     settings = plan.settings
     with _limit_tokenizer_threads(ranks.threads):
         for num_done, number in enumerate(numbers, 1):
@@ -191,7 +191,7 @@ def join_parts(plan: PreparePlan) -> Counters:
     num_tokens = 0
     for number in range(len(plan.chunks)):
         with _open_part(plan, number) as part:
-            facts = json.loads(part[_FACTS_FILE])
+            facts = json.loads(part[_PART_SUMMARY_FILE])
         counters.add(Counters(**facts["counters"]))
         findings.add(ReadFindings(**facts["findings"]))
         histogram.update(dict(facts["sizes"]))
@@ -199,7 +199,7 @@ def join_parts(plan: PreparePlan) -> Counters:
     _check_counters(plan, counters, findings)
     attributes = replace(plan.attributes, counters=counters)
     write_store(plan.out, _read_blocks(plan), histogram, attributes, num_tokens)
-    shutil.rmtree(plan.parts, ignore_errors=True)
+    shutil.rmtree(plan.parts_folder, ignore_errors=True)
     _remove_stale_parts(plan.out)
     return counters
 
@@ -288,7 +288,7 @@ def prepare_data(
         except (HpcTuneError, OSError):
             if _file_stamp(plan.out, ranks) == old_stamp:
                 raise
-        shutil.rmtree(plan.parts, ignore_errors=True)
+        shutil.rmtree(plan.parts_folder, ignore_errors=True)
 
     ranks.run_step(join)
     return TokenStore.open(plan.out).attributes.counters
@@ -321,7 +321,7 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
         version,
         encoding_version,
         __version__,
-        source_identity(paths),
+        source_fingerprint(paths),
         tokenizer,
         *values.values(),
     ]
@@ -377,7 +377,7 @@ def _write_part(plan: PreparePlan, number: int, encoder: Encoder | PreferenceEnc
                 *zip(packed_lengths.tolist(), histogram[packed_lengths].tolist(), strict=True)
             ],
         }
-        part.writestr(_FACTS_FILE, json.dumps(facts))
+        part.writestr(_PART_SUMMARY_FILE, json.dumps(facts))
 
 
 @contextlib.contextmanager
@@ -393,7 +393,7 @@ def _open_part(plan: PreparePlan, number: int) -> Iterator[Any]:
             yield part
     except FileNotFoundError:
         raise DataError(
-            f"the tokens of chunk {number + 1} of {len(plan.chunks)} are missing in {plan.parts};"
+            f"the tokens of chunk {number + 1} of {len(plan.chunks)} are missing in {plan.parts_folder};"
             " the folder of the prepared file must be on a file system that all nodes share. Set"
             " data.cache to such a folder"
         ) from None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_tune.data.counts import ReadFindings
-from hpc_tune.data.fields import LABEL_FIELDS, MARK_FIELDS, PREFERENCE_FIELDS, WrongRecord
+from hpc_tune.data.fields import LABEL_FIELDS, LOSS_WEIGHT_FIELDS, PREFERENCE_FIELDS, WrongRecord
 from hpc_tune.data.files import COMPRESSIONS
 from hpc_tune.data.reading import ReadOptions, choose_columns
 from hpc_tune.data.records import Text
@@ -164,7 +164,7 @@ class _ObjectHook:
             self.duplicate_keys.append(next(name for name in names if names.count(name) > 1))
         return result
 
-    def refuse_duplicate_keys(self, value: Any) -> Any:
+    def value_or_duplicate_key_error(self, value: Any) -> Any:
         """Return a value, or a WrongRecord in its place if an object in it had a key twice."""
         if not self.duplicate_keys:
             return value
@@ -175,7 +175,7 @@ class _ObjectHook:
 def _parse_json_line(line: bytes) -> Any:
     objects = _ObjectHook()
     try:
-        return objects.refuse_duplicate_keys(
+        return objects.value_or_duplicate_key_error(
             json.loads(line.decode("utf-8"), object_pairs_hook=objects)
         )
     except UnicodeDecodeError as error:
@@ -235,7 +235,7 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
                     chunk = text_file.read(max(READ_BUFFER_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + chunk, 0, not chunk
                     continue
-                yield number, objects.refuse_duplicate_keys(value)
+                yield number, objects.value_or_duplicate_key_error(value)
                 number += 1
         except UnicodeDecodeError as error:
             raise DataError(f"{location} {number} of the array: {error}") from error
@@ -302,7 +302,7 @@ BATCH_BYTES = 4 << 20
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEADER_ROWS = 1
-_NUMERIC_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
+_NUMERIC_COLUMNS = (*LOSS_WEIGHT_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -541,14 +541,14 @@ def _convert_rows(batch: Any) -> list[Any]:
         batch.validate(full=True)
         # pyarrow takes several times as long if it is asked for dicts.
         maps = {"maps_as_pydicts": "strict"} if "map<" in str(batch.schema) else {}
-        return [_clean_row(row) for row in batch.to_pylist(**maps)]
+        return [_row_as_json(row) for row in batch.to_pylist(**maps)]
     except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
         if batch.num_rows == 1:
             return [WrongRecord(f"cannot be read ({error})")]
     return [row for index in range(batch.num_rows) for row in _convert_rows(batch.slice(index, 1))]
 
 
-def _clean_row(row: dict[str, Any]) -> Any:
+def _row_as_json(row: dict[str, Any]) -> Any:
     """Return a row without nulls, with bytes as text."""
     try:
         plain = _as_json(row)

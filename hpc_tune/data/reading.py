@@ -47,7 +47,7 @@ from hpc_tune.errors import DataError
 
 BadRowPolicy = Literal["refuse", "skip"]
 SplitPart = Literal["all", "train", "held-out"]
-Row = Example | Tokens | PreferencePair | LabeledAnswers
+ParsedRow = Example | Tokens | PreferencePair | LabeledAnswers
 _QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
 _ANSWER_FIELDS = ("output", "completion", "answer", "response")
 KNOWN_FIELDS = frozenset(
@@ -60,7 +60,7 @@ KNOWN_FIELDS = frozenset(
         ("label", "context", "system_prompt"),
     )
 )
-_READERS: dict[DataForm, Callable[[Any], Row]] = {
+_READERS: dict[DataForm, Callable[[Any], ParsedRow]] = {
     "answers": to_example,
     "pairs": to_pair,
     "labels": to_labeled_answers,
@@ -87,7 +87,7 @@ class ReadOptions:
         return KNOWN_FIELDS if self.form == "answers" else KNOWN_FIELDS | PAIR_FIELDS
 
 
-DEFAULT_READING = ReadOptions()
+DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 def choose_columns(
@@ -129,7 +129,7 @@ def _explain_missing_columns(source: str, missing: Sequence[str], names: Sequenc
     )
 
 
-def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row | None:
+def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> ParsedRow | None:
     """Return the example of a row; None if it is not to be learned, or not in ``reading.part``.
 
     Raises:
@@ -249,7 +249,9 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     return {old: new for old, new in (names | system).items() if old != new}
 
 
-def _is_in_requested_split(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
+def _is_in_requested_split(
+    example: ParsedRow, reading: ReadOptions, findings: ReadFindings
+) -> bool:
     """Return whether an example is in the part that is read.
 
     A hash of its content decides, not its position or the kind of its file. Duplicates are in the
@@ -287,7 +289,7 @@ def _is_in_requested_split(example: Row, reading: ReadOptions, findings: ReadFin
     return is_wanted
 
 
-def _content_bytes(example: Row) -> bytes:
+def _content_bytes(example: ParsedRow) -> bytes:
     """Return bytes that are the same for two examples if they are duplicates."""
     if isinstance(example, Tokens):
         return example.token_ids.astype("<i8").tobytes()
@@ -296,6 +298,6 @@ def _content_bytes(example: Row) -> bytes:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, Row):  # weights make no difference to duplicates
+    if isinstance(value, ParsedRow):  # weights make no difference to duplicates
         return {k: v for k, v in vars(value).items() if k not in ("weight", "weights")}
     return sorted(value) if isinstance(value, frozenset) else str(value)

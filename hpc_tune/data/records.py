@@ -8,7 +8,7 @@ import numpy as np
 
 from hpc_tune.data.fields import (
     CHAT_FIELDS,
-    MARK_FIELDS,
+    LOSS_WEIGHT_FIELDS,
     PREFERENCE_FIELDS,
     ROLES,
     WrongRecord,
@@ -18,9 +18,9 @@ from hpc_tune.data.fields import (
     is_unset,
     json_type_name,
     parse_json_text,
+    read_loss_weight,
     read_tool_calls,
     read_tools,
-    read_weight,
     require_object,
     unpack_chats,
 )
@@ -94,10 +94,10 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Token IDs of a document, learned as a whole; ``where`` says where the document is."""
+    """Token IDs of a document, learned as a whole; ``location`` says where the document is."""
 
     token_ids: np.ndarray
-    where: str
+    location: str
 
 
 Example = Chat | Completion | Text
@@ -120,7 +120,7 @@ def to_example(record: Any) -> Example:
     }
     if forms := [form for form in FORMS if form.required_fields[0] in fields]:
         form = next((form for form in forms if fields[form.required_fields[0]] != []), forms[0])
-        return _apply_loss_marks(form.read(record), record)
+        return _add_weight_and_tools(form.read(record), record)
     raise WrongRecord(
         f"found {format_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS_TEXT}"
     )
@@ -162,11 +162,11 @@ def _has_known_field(record: Any) -> bool:
     return True
 
 
-def _apply_loss_marks(example: Example, record: dict[str, Any]) -> Example:
+def _add_weight_and_tools(example: Example, record: dict[str, Any]) -> Example:
     """Apply a row's own marks for learning, and add its tools; chats already have both."""
     if isinstance(example, Chat):
         return example
-    weight = read_weight(record, "the row")
+    weight = read_loss_weight(record, "the row")
     if weight == 0:
         raise NoLearnedTextError
     if weight is not None:
@@ -219,13 +219,13 @@ def _role_at(messages: Any, index: int) -> str:
 
 def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
     plain_messages, unlearned, tools = [], set(), read_tools(record)
-    row_weight, weights = read_weight(record, "the row"), {}
+    row_weight, weights = read_loss_weight(record, "the row"), {}
     for number, message in enumerate(messages):
-        where = f"{field}: message {number + 1} ({message['role']})"
-        own_weight = read_weight(message, where)
+        location = f"{field}: message {number + 1} ({message['role']})"
+        own_weight = read_loss_weight(message, location)
         if own_weight and message["role"] != "assistant":
             raise WrongRecord(
-                f"{where} is marked to be learned, but only the assistant's are, or all text with "
+                f"{location} is marked to be learned, but only the assistant's are, or all text with "
                 "data.loss_on=all: remove the mark"
             )
         if (
@@ -239,11 +239,12 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
         plain_message = {
             key: value
             for key, value in message.items()
-            if key == "content" or not (key in (*MARK_FIELDS, *_CALL_KEYS) or is_unset(value))
+            if key == "content"
+            or not (key in (*LOSS_WEIGHT_FIELDS, *_CALL_KEYS) or is_unset(value))
         }
         if "content" in plain_message:
-            plain_message["content"] = _read_content(plain_message["content"], where)
-        if calls := read_tool_calls(message, tools, where):
+            plain_message["content"] = _read_content(plain_message["content"], location)
+        if calls := read_tool_calls(message, tools, location):
             plain_message["tool_calls"] = calls
         if plain_message["role"] == "function":  # OpenAI's older name
             plain_message["role"] = "tool"
@@ -251,24 +252,24 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
     return Chat(plain_messages, tools, frozenset(unlearned), row_weight or 1.0, weights)
 
 
-def _read_content(content: Any, where: str) -> str | None:
+def _read_content(content: Any, location: str) -> str | None:
     """Return the text of a message; a list of text parts is joined."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise WrongRecord(f"{where}: content is {json_type_name(content)}, expected text")
+        raise WrongRecord(f"{location}: content is {json_type_name(content)}, expected text")
     texts = []
     for part in content:
         if isinstance(part, dict):
             kind = part.get("type", "text")
             if kind != "text":
                 raise WrongRecord(
-                    f"{where}: a part of its content is of type {kind}; only text is learned"
+                    f"{location}: a part of its content is of type {kind}; only text is learned"
                 )
             part = part.get("text")
         if not isinstance(part, str):
             raise WrongRecord(
-                f"{where}: a part of its content is {json_type_name(part)}, expected text"
+                f"{location}: a part of its content is {json_type_name(part)}, expected text"
             )
         texts.append(part)
     return "".join(texts)
@@ -484,7 +485,7 @@ class RecordForm:
         return self.required_fields + self.optional_fields
 
 
-_SHARED_FIELDS = ("system", "tools", "functions", *MARK_FIELDS)
+_SHARED_FIELDS = ("system", "tools", "functions", *LOSS_WEIGHT_FIELDS)
 # ms-swift's queries and responses have a history, too.
 _HISTORY_FIELDS = ("history", *_SHARED_FIELDS)
 FORMS = (
@@ -500,10 +501,12 @@ FORMS = (
     ),
     RecordForm(("instruction", "output"), ("input",), _HISTORY_FIELDS, _read_alpaca, "alpaca"),
     RecordForm(("prompt", "completion"), ("response",), _SHARED_FIELDS, _read_completion),
-    RecordForm(("text",), (), MARK_FIELDS, lambda row: Text(_required_string(row, "text"))),
+    RecordForm(("text",), (), LOSS_WEIGHT_FIELDS, lambda row: Text(_required_string(row, "text"))),
 )
-_NAMES = (f"{' and '.join(f.required_fields)}{f' ({f.name})' if f.name else ''}" for f in FORMS)
+_FORM_DESCRIPTIONS = (
+    f"{' and '.join(f.required_fields)}{f' ({f.name})' if f.name else ''}" for f in FORMS
+)
 EXPECTED_FIELDS_TEXT = (
-    f"expected one of: {', '.join(_NAMES)}; data.columns={{NAME: prompt, OTHER: completion}} names"
+    f"expected one of: {', '.join(_FORM_DESCRIPTIONS)}; data.columns={{NAME: prompt, OTHER: completion}} names"
     " fields that are called something else"
 )

@@ -25,7 +25,7 @@ from hpc_tune.data.encode import make_encoder
 from hpc_tune.data.files import Paths, find_files, join_paths
 from hpc_tune.data.hdf5_format import TokensAndMask, TokenStore, split_sides
 from hpc_tune.data.prepare import PrepareSettings
-from hpc_tune.data.reading import ReadOptions, Row, require_columns
+from hpc_tune.data.reading import ParsedRow, ReadOptions, require_columns
 from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
 from hpc_tune.data.writer import Block, verify_content
 from hpc_tune.errors import DataError
@@ -51,7 +51,7 @@ class ShownDocument:
     is_desirable: bool | None = None
 
     @property
-    def names(self) -> Sequence[str]:
+    def side_names(self) -> Sequence[str]:
         """Names of the sides for the user; none for plain documents."""
         if self.is_desirable is not None:
             return ("desirable" if self.is_desirable else "undesirable",)
@@ -234,13 +234,13 @@ def _describe_row(
         weights = "".join(_describe_weights(mask) for _, mask in document.sides)
         yield ""
         yield f"{label}{part}: {num_tokens} tokens, {num_learned} learned{weights}{notes}"
-        if not document.names:
+        if not document.side_names:
             yield decoder.text_of(*document.sides[0])
             continue
         tokens, mask = document.sides[0]
         prompt = int(np.argmax(mask))
         yield decoder.text_of(tokens[:prompt], mask[:prompt])
-        for name, side in zip(document.names, document.sides, strict=True):
+        for name, side in zip(document.side_names, document.sides, strict=True):
             yield f"{name}: {decoder.text_of(*side, prompt)}"
 
 
@@ -270,7 +270,7 @@ def _read_documents(block: Block) -> Iterator[ShownDocument]:
 
 def _read_examples(
     paths: Paths, reading: ReadOptions, findings: ReadFindings
-) -> Iterator[tuple[str, Row]]:
+) -> Iterator[tuple[str, ParsedRow]]:
     """Yield (label, example); the label has the number of the row among those read of its file."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1

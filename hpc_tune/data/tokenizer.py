@@ -102,10 +102,15 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
 
 
 TEMPLATE_DATE = datetime(2026, 1, 1)
-_NOW = "strftime_now"
-_LITERAL_DATE_CALL = re.compile(rf"""{_NOW}\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-_DATE_CALL = re.compile(rf"{_NOW}\s*\(")
-_DIRECTIVES = (*(f"%-{c}" for c in "dmHIMSyj"), *(f"%{c}" for c in "aAbBcdeFHIjmMpSTuUwWxXyYZz"))
+_DATE_FUNCTION = "strftime_now"
+_LITERAL_DATE_CALL = re.compile(
+    rf"""{_DATE_FUNCTION}\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)"""
+)
+_DATE_CALL = re.compile(rf"{_DATE_FUNCTION}\s*\(")
+_DATE_DIRECTIVES = (
+    *(f"%-{c}" for c in "dmHIMSyj"),
+    *(f"%{c}" for c in "aAbBcdeFHIjmMpSTuUwWxXyYZz"),
+)
 
 
 class ChatTemplates:
@@ -114,15 +119,18 @@ class ChatTemplates:
     def __init__(self, chat_template: Any) -> None:
         """Take what a tokenizer has: the text of a template, a dict of several, or nothing."""
         templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
-        self._named = {
-            name: (fixed_template := fix_date(template), mark_generation_blocks(fixed_template))
+        self._templates_by_name = {
+            name: (
+                fixed_template := freeze_template_date(template),
+                mark_generation_blocks(fixed_template),
+            )
             for name, template in templates.items()
             if template
         }
 
     def __bool__(self) -> bool:
         """Whether there is one."""
-        return bool(self._named)
+        return bool(self._templates_by_name)
 
     def choose(self, has_tools: bool) -> tuple[str, str | None]:
         """Return the template that transformers chooses, and ``mark_generation_blocks`` of it.
@@ -130,16 +138,16 @@ class ChatTemplates:
         Raises:
             ValueError: if it would be the one called default, and there is none.
         """
-        name = "tool_use" if has_tools and "tool_use" in self._named else "default"
-        if name not in self._named:
+        name = "tool_use" if has_tools and "tool_use" in self._templates_by_name else "default"
+        if name not in self._templates_by_name:
             raise ValueError(
-                f"the tokenizer has the chat templates {', '.join(self._named)} and none called "
+                f"the tokenizer has the chat templates {', '.join(self._templates_by_name)} and none called "
                 "default; set data.chat_template"
             )
-        return self._named[name]
+        return self._templates_by_name[name]
 
 
-def fix_date(template: str) -> str:
+def freeze_template_date(template: str) -> str:
     """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
     fixed = _LITERAL_DATE_CALL.sub(
         lambda match: repr(TEMPLATE_DATE.strftime(match["format"])), template
@@ -148,10 +156,10 @@ def fix_date(template: str) -> str:
         return fixed
     # The format is computed by the template itself.
     expression = "(format | string)"
-    for directive in _DIRECTIVES:
+    for directive in _DATE_DIRECTIVES:
         expression += f" | replace('{directive}', '{TEMPLATE_DATE.strftime(directive)}')"
     # After {{ '' }}, Jinja keeps a newline at the beginning of the template.
-    return f"{{% macro {_NOW}(format) %}}{{{{ {expression} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
+    return f"{{% macro {_DATE_FUNCTION}(format) %}}{{{{ {expression} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
 
 
 def find_template_date(tokenizer: FastTokenizer) -> str:

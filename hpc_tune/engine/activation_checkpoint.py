@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.micro_batch import batch_context
-from hpc_tune.world.pinned import empty_pinned_cache, split_into_blocks
+from hpc_tune.world.pinned import release_pinned_cache, split_into_blocks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -260,38 +260,42 @@ class OffloadedInputs:
     """The inputs of one engine's blocks. ``is_on``: they are offloaded, else they stay in place.
 
     ``buffer_bytes``: of all existing buffers, which the fullest step so far needed, in whole
-    blocks of memory. ``counts_only``: for a trace, which has no host memory: inputs are dropped,
+    blocks of memory. ``is_dry_run``: for a trace, which has no host memory: inputs are dropped,
     and come back without values.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         device = settings.device
-        self.counts_only = False
+        self.is_dry_run = False
         self.buffer_bytes = 0
         self._device, self._row_tokens = device, settings.row_tokens
-        self._can_move = device.type == "cuda" or settings.faults.offloads_without_gpu
-        self._can_move &= not settings.train.compiles
-        self.is_on = self._asked = settings.parallel.offload_activations and self._can_move
+        self._can_offload = device.type == "cuda" or settings.faults.offloads_without_gpu
+        self._can_offload &= not settings.train.compiles
+        self.is_on = self._is_configured = (
+            settings.parallel.offload_activations and self._can_offload
+        )
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reserve = settings.reserve
-        self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # blocks by bytes
-        self._leaving: tuple[torch.Tensor, Any] | None = None
-        self._last: weakref.ref[_OffloadedTensor] | None = None
+        self._free_blocks: dict[int, list[torch.Tensor | None]] = defaultdict(
+            list
+        )  # blocks by bytes
+        self._pending_copy: tuple[torch.Tensor, Any] | None = None
+        self._last_input: weakref.ref[_OffloadedTensor] | None = None
 
     def memory_actions(self) -> dict[Action, ActionHandle]:
         """Return the lever that offloads inputs, if that is off and possible and rows are long.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """
-        if not self._can_move or self._asked or self._row_tokens < LONG_ROW_TOKENS:
+        if not self._can_offload or self._is_configured or self._row_tokens < LONG_ROW_TOKENS:
             return {}
 
         def move(times: int) -> str:
             self.is_on = bool(times)
             if not times:
-                self._free.clear()
+                self._free_blocks.clear()
                 self.buffer_bytes = 0
-                empty_pinned_cache()
+                release_pinned_cache()
             return f"inputs of blocks are kept on the {'host' if times else 'device'}"
 
         return {Action.OFFLOAD_ACTIVATIONS: ActionHandle(move)}
@@ -301,7 +305,7 @@ class OffloadedInputs:
         stage.register_forward_pre_hook(lambda *_: self._begin_pass())
 
     def _begin_pass(self) -> None:
-        self._last = None
+        self._last_input = None
 
     def saving_context(self, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the first of ``args`` is offloaded when autograd saves it."""
@@ -310,24 +314,26 @@ class OffloadedInputs:
         shape = args[0].shape
 
         def pack(x: torch.Tensor) -> Any:
-            return self._move(x) if x.shape == shape and x.is_floating_point() else x
+            return self._offload_input(x) if x.shape == shape and x.is_floating_point() else x
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._copy_back)
 
     def wait_for_copies(self) -> None:
         """Make later work on the device wait for all copies, as after a pass that was aborted."""
-        self._leaving = self._last = None
+        self._pending_copy = self._last_input = None
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _move(self, x: torch.Tensor) -> "_OffloadedTensor":
+    def _offload_input(self, x: torch.Tensor) -> "_OffloadedTensor":
         self._release_copied_input()
         x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
-        offloaded = _OffloadedTensor(x, [self._take_block(size) for size in sizes], self._last)
+        offloaded = _OffloadedTensor(
+            x, [self._take_block(size) for size in sizes], self._last_input
+        )
         weakref.finalize(offloaded, self._return_blocks, sizes, offloaded.blocks)
         parts, host_parts = offloaded.pair_with_blocks(x)
-        self._leaving = x, self._copy(host_parts, parts)
-        self._last = weakref.ref(offloaded)
+        self._pending_copy = x, self._copy(host_parts, parts)
+        self._last_input = weakref.ref(offloaded)
         return offloaded
 
     def _copy_back(self, packed: Any) -> torch.Tensor:
@@ -351,9 +357,9 @@ class OffloadedInputs:
 
     def _release_copied_input(self) -> None:
         """Make the compute stream wait for the copy under way, and release the copy's source."""
-        if self._leaving is not None and self._leaving[1] is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._leaving[1])
-        self._leaving = None
+        if self._pending_copy is not None and self._pending_copy[1] is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._pending_copy[1])
+        self._pending_copy = None
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
         """Enqueue copies behind the work so far; return the event of their end, None if none."""
@@ -365,10 +371,10 @@ class OffloadedInputs:
         return self._stream.record_event() if self._stream is not None and targets else None
 
     def _take_block(self, num_bytes: int) -> torch.Tensor | None:
-        if free_blocks := self._free[num_bytes]:
+        if free_blocks := self._free_blocks[num_bytes]:
             return free_blocks.pop()
         self.buffer_bytes += num_bytes
-        if self.counts_only:
+        if self.is_dry_run:
             return None
         self._reserve(num_bytes)
         is_pinned = self._device.type == "cuda"
@@ -376,7 +382,7 @@ class OffloadedInputs:
 
     def _return_blocks(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor | None]) -> None:
         for size, block in zip(sizes, blocks, strict=True):
-            self._free[size].append(block)
+            self._free_blocks[size].append(block)
 
 
 class _OffloadedTensor:

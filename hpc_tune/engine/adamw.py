@@ -14,7 +14,7 @@ from hpc_tune.model.layers import has_weight_decay
 from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.step.size import MOMENT_NAMES, NUM_MOMENTS
-from hpc_tune.world.pinned import empty_pinned_cache, empty_pinned_like
+from hpc_tune.world.pinned import empty_pinned_like, release_pinned_cache
 
 
 def with_scaled_lr(optim: OptimConfig, global_size: int) -> OptimConfig:
@@ -157,7 +157,7 @@ class OffloadedAdamW:
             state = self._optimizer.state[parameter]
             for name in MOMENT_NAMES:
                 state[name] = _distribute_like(parameter, state[name].to(parameter.device))
-        empty_pinned_cache()
+        release_pinned_cache()
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:

@@ -23,7 +23,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
 from hpc_tune.memory.host import COMPILE_WORKER_BYTES
-from hpc_tune.memory.policy import COMPILING_SHARE
+from hpc_tune.memory.policy import COMPILE_MEMORY_SHARE
 from hpc_tune.model.loss import (
     LogitsKernels,
     LossModel,
@@ -40,7 +40,7 @@ Forward = Callable[..., Any]
 MAX_GRAPHS = 64
 # From here on inductor's one-dimensional GPU kernels, and only those, draw four numbers at a time
 # as if their offsets were contiguous, and another kernel that draws them again gets others.
-_FIRST_WRONG_DROPOUT_TORCH = (2, 13)
+_FIRST_TORCH_WITH_DROPOUT_BUG = (2, 13)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -57,11 +57,12 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 def compile_loss(module: LossModel) -> None:
     """Compile what ``module`` computes from logits: one pass over them instead of eight."""
     module.logits_kernels = LogitsKernels(
-        _compile_any_length(write_fusible_exponentials), _compile_any_length(cross_entropies)
+        _compile_for_any_length(write_fusible_exponentials),
+        _compile_for_any_length(cross_entropies),
     )
 
 
-def _compile_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_for_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors whose first dimension is a number of tokens."""
     compiled = torch.compile(function)
 
@@ -150,11 +151,11 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
 
 
 def _refuse_wrong_dropout(device: torch.device, dropout: float) -> None:
-    major, minor = _FIRST_WRONG_DROPOUT_TORCH
+    major, minor = _FIRST_TORCH_WITH_DROPOUT_BUG
     if (
         dropout
         and device.type == "cuda"
-        and parse_release(torch.__version__) >= _FIRST_WRONG_DROPOUT_TORCH
+        and parse_release(torch.__version__) >= _FIRST_TORCH_WITH_DROPOUT_BUG
     ):
         raise ConfigError(
             f"train.compile=true with tune.dropout={dropout:g} is not possible on a GPU with torch "
@@ -187,7 +188,7 @@ def compiling_in_process(folder: Path) -> Iterator[None]:
 
 def num_compile_workers(threads: int, host_bytes: int) -> int:
     """Return how many compile workers a rank may have; with one, it compiles in its own process."""
-    return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILE_WORKER_BYTES))
+    return max(1, min(threads, int(COMPILE_MEMORY_SHARE * host_bytes) // COMPILE_WORKER_BYTES))
 
 
 def _compile_forward(forward: Forward) -> Forward:

@@ -12,10 +12,15 @@ from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import LARGE_MESSAGE_BYTES, wait_until_connected
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.kernels import partial_document_fault
+from hpc_tune.model.kernels import explain_unsupported_document_parts
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import force_document_attention
-from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, shard_batch_to_rank
+from hpc_tune.model.shared_rows import (
+    RankSharedRows,
+    RowCollectives,
+    SharedRows,
+    shard_batch_to_rank,
+)
 from hpc_tune.step.layout import Layout
 
 
@@ -42,12 +47,12 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
     return group
 
 
-def make_row_share(
+def make_row_sharing(
     group: dist.ProcessGroup | None,
     collectives: CountedCollectives,
     settings: EngineSettings,
     dtype: torch.dtype,
-) -> RankShare | None:
+) -> RankSharedRows | None:
     """Return this rank's share of the rows of a context group, or None if rows are not shared.
 
     ``dtype`` is that of attention.
@@ -60,35 +65,36 @@ def make_row_share(
         partial(collectives.all_gather_into, group=group),
         partial(collectives.reduce_scatter_into, group=group),
     )
-    part = settings.plan.row_part(group.rank())
+    part = settings.plan.row_shard(group.rank())
     kernel_supports_parts = not (
-        part.is_head_tail and partial_document_fault(settings.plan.model, dtype, settings.device)
+        part.is_head_tail
+        and explain_unsupported_document_parts(settings.plan.model, dtype, settings.device)
     )
-    return RankShare(part, messages, kernel_supports_parts)
+    return RankSharedRows(part, messages, kernel_supports_parts)
 
 
-def share_attention(module: LossModel, share: SharedRows | None) -> None:
+def parallelize_attention(module: LossModel, row_sharing: SharedRows | None) -> None:
     """Make the attention of ``module`` exchange the tokens of its rows.
 
     Raises:
         ConfigError: if its attention cannot be replaced, or needs a mask; in a run, the
             architecture check has reported that before.
     """
-    if share is None:
+    if row_sharing is None:
         return
     uses_eager = force_document_attention(module.causal_lm())
     if uses_eager is None or module.needs_mask:
         raise ConfigError("its attention uses its own masks, which do not cover whole rows")
-    share.uses_eager, module.share = uses_eager, share
+    row_sharing.uses_eager, module.row_sharing = uses_eager, row_sharing
 
 
-def try_sharing_attention(module: LossModel) -> bool:
-    """Return whether ``share_attention`` is possible; replaces the attention to find out."""
+def try_parallelizing_attention(module: LossModel) -> bool:
+    """Return whether ``parallelize_attention`` is possible; replaces the attention to find out."""
     return not module.needs_mask and force_document_attention(module.causal_lm()) is not None
 
 
-def shard_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Batch]:
+def shard_batches(batches: Sequence[Batch], row_sharing: RankSharedRows | None) -> list[Batch]:
     """Return this rank's tokens of each batch."""
-    if share is None:
+    if row_sharing is None:
         return list(batches)
-    return [shard_batch_to_rank(batch, share.part) for batch in batches]
+    return [shard_batch_to_rank(batch, row_sharing.part) for batch in batches]

@@ -32,7 +32,7 @@ class CountedCollectives:
         self._bytes: Counter[str] = Counter()
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
-        self._counts = True
+        self._is_counting = True
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> None:
         """Sum ``tensor`` over the group, in place."""
@@ -110,17 +110,17 @@ class CountedCollectives:
 
     def count(self, kind: str, num_bytes: int) -> None:
         """Count bytes that are sent by other code."""
-        if num_bytes and self._counts:
+        if num_bytes and self._is_counting:
             self._bytes[kind] += num_bytes
 
     @contextmanager
     def counting_paused(self) -> Iterator[None]:
         """Count nothing in the block: it is no step, so nobody would read or clear the counts."""
-        was_counting, self._counts = self._counts, False
+        was_counting, self._is_counting = self._is_counting, False
         try:
             yield
         finally:
-            self._counts = was_counting
+            self._is_counting = was_counting
 
     @contextmanager
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
@@ -132,7 +132,7 @@ class CountedCollectives:
     @contextmanager
     def timing_wait(self) -> Iterator[None]:
         """Count the time of the block, which contains messages and nothing else."""
-        if not self._counts:
+        if not self._is_counting:
             yield
             return
         if not self._cuda:
@@ -157,11 +157,11 @@ class CountedCollectives:
 
     def record_end_event(self) -> Any:
         """Record an event on a GPU's current stream; None on a CPU, or if nothing is counted."""
-        return self._record_timed_event() if self._cuda and self._counts else None
+        return self._record_timed_event() if self._cuda and self._is_counting else None
 
     def count_wait(self, end_event: Any, start_event: Any = None) -> None:
         """Count the time from ``start_event``, or now, to ``end_event``, one of another stream."""
-        if end_event is not None and self._counts:
+        if end_event is not None and self._is_counting:
             self._events.append((start_event or self._record_timed_event(), end_event))
 
     def _record_timed_event(self) -> Any:

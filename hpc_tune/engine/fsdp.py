@@ -93,7 +93,7 @@ def shard(
             del unit.head
     replicas = mesh.layout.replicate if is_full else 1
     for module in _sharded_modules(built.module):
-        _use_counted_sums(module, replicas, collectives)
+        _install_counted_collectives(module, replicas, collectives)
 
 
 def _fsdp_units(
@@ -144,7 +144,9 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _use_counted_sums(module: FSDPModule, replicas: int, collectives: CountedCollectives) -> None:
+def _install_counted_collectives(
+    module: FSDPModule, replicas: int, collectives: CountedCollectives
+) -> None:
     """Make a unit sum gradients over the ranks instead of averaging, and count its messages.
 
     The loss is a sum over the global tokens. ``replicas``: the copies of what is trained.

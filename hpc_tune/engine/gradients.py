@@ -17,9 +17,9 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.tensor_sources import ReserveFunction, reserve_nothing
-from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, StepPlan
+from hpc_tune.step.plan import GRADIENT_BUCKET_BYTES, StepPlan
 
-_VALUES_AT_ONCE = 1 << 22
+_FP64_CHUNK_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TrainedWeight:
     name: str
     stage: BuiltModel
     parameter: nn.Parameter
-    is_partial: bool
+    has_partial_grad: bool
     num_copies: int
     is_tied: bool
     writes_checkpoint: bool
@@ -115,8 +115,8 @@ class OverlappedAllReduce:
         """Watch the bucket's parameters; ``group`` is the bucket's."""
         self._group, self._collectives = group, collectives
         self._pieces: list[torch.Tensor] = []
-        self._sizes: list[int] = []  # parameters of each piece
-        self._missing: list[int] = []
+        self._params_per_piece: list[int] = []  # parameters of each piece
+        self._num_missing: list[int] = []
         self._works: list[dist.Work | None] = []
         self._is_last = False
         itemsize, stop = bucket.grads.itemsize, bucket.grads.numel()
@@ -126,14 +126,14 @@ class OverlappedAllReduce:
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(self._handle_gradient, len(self._pieces))
             )
-            if (stop - start) * itemsize >= GRADIENT_PIECE_BYTES or start == 0:
+            if (stop - start) * itemsize >= GRADIENT_BUCKET_BYTES or start == 0:
                 self._pieces.append(bucket.grads[start:stop])
-                self._sizes.append(num_params)
+                self._params_per_piece.append(num_params)
                 stop, num_params = start, 0
 
     def begin(self) -> None:
         """Send pieces as soon as the coming backward pass, the step's last, completes them."""
-        self._missing, self._is_last = list(self._sizes), True
+        self._num_missing, self._is_last = list(self._params_per_piece), True
 
     def finish(self) -> None:
         """Begin the pieces that have not begun yet, and wait for all."""
@@ -146,8 +146,8 @@ class OverlappedAllReduce:
     def _handle_gradient(self, piece_index: int, parameter: torch.Tensor) -> None:
         if not self._is_last:
             return
-        self._missing[piece_index] -= 1
-        while (index := len(self._works)) < len(self._pieces) and self._missing[index] == 0:
+        self._num_missing[piece_index] -= 1
+        while (index := len(self._works)) < len(self._pieces) and self._num_missing[index] == 0:
             self._works.append(self._collectives.begin_all_reduce(self._pieces[index], self._group))
 
 
@@ -162,7 +162,12 @@ def make_buckets(
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained_weights:
         if not weight.is_sharded:
-            key = weight.is_partial, weight.num_copies, weight.is_tied, weight.is_expert_parallel
+            key = (
+                weight.has_partial_grad,
+                weight.num_copies,
+                weight.is_tied,
+                weight.is_expert_parallel,
+            )
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
     for (partial, num_copies, is_tied, is_distributed), parameters in groups.items():
@@ -232,6 +237,6 @@ def _sum_squares_fp64(tensor: torch.Tensor) -> torch.Tensor:
     """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64)
-        for piece in tensor.reshape(-1).split(_VALUES_AT_ONCE)
+        for piece in tensor.reshape(-1).split(_FP64_CHUNK_VALUES)
     ]
     return torch.stack(norms).square().sum()

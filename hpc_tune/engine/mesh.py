@@ -63,11 +63,11 @@ class Mesh:
         self.group("expert")
         self.group("replicate", "expert_shard")
         self.group("context")
-        self._shards: tuple[DeviceMesh, DeviceMesh] | None = None
+        self._shard_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
         if uses_fsdp:
-            self._shards = self._shards_of_experts = self._make_meshes("shard", device)
+            self._shard_meshes = self._expert_shard_meshes = self._make_meshes("shard", device)
         if uses_fsdp and layout.expert > 1:
-            self._shards_of_experts = self._make_meshes("expert_shard", device)
+            self._expert_shard_meshes = self._make_meshes("expert_shard", device)
 
     def weight_mesh(self, includes_replicas: bool, for_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded, 1-D.
@@ -75,8 +75,10 @@ class Mesh:
         ``includes_replicas``: 2-D, with the replicas too, if there are several. ``for_experts``:
         the mesh for experts that are spread over ranks.
         """
-        assert self._shards is not None, "no weights are sharded"
-        shard_mesh, replicated_mesh = self._shards_of_experts if for_experts else self._shards
+        assert self._shard_meshes is not None, "no weights are sharded"
+        shard_mesh, replicated_mesh = (
+            self._expert_shard_meshes if for_experts else self._shard_meshes
+        )
         return replicated_mesh if includes_replicas else shard_mesh
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:

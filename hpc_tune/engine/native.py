@@ -40,7 +40,7 @@ from hpc_tune.engine.base import (
     seed_micro_batch,
 )
 from hpc_tune.engine.compile import compile_blocks, compile_loss
-from hpc_tune.engine.context_parallel import make_row_share, shard_batches, share_attention
+from hpc_tune.engine.context_parallel import make_row_sharing, parallelize_attention, shard_batches
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import add_token_dispatch, distribute_experts
 from hpc_tune.engine.fsdp import prepare_backward, release_gathered_weights, shard
@@ -54,7 +54,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, split_into_stages
-from hpc_tune.engine.row_pieces import MlpPieces
+from hpc_tune.engine.row_pieces import PiecewiseMlps
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
@@ -146,34 +146,36 @@ class NativeEngine:
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
         context_group = self._mesh.group("context")
-        self._share = make_row_share(context_group, self._collectives, settings, built.dtype)
+        self._shared_rows = make_row_sharing(
+            context_group, self._collectives, settings, built.dtype
+        )
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         adds_counts = self._mesh.coordinates.tensor == 0
-        self._watch = RouterWatch(built.routers, built.router_score, built.tune, adds_counts)
+        self._router_watch = RouterWatch(built.routers, built.router_score, built.tune, adds_counts)
         self._adapters, self.inputs = AdapterCopies(), OffloadedInputs(settings)
-        self.stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
+        self.stages, self._trained_weights, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
-            lambda: _load(
+            lambda: _load_stages_and_optimizer(
                 built, settings, self._mesh, self._collectives, self._adapters, self.inputs
             ),
         )
         for stage in self.stages:
             init_sharded_magnitudes(stage)
-            share_attention(stage.module, self._share)
+            parallelize_attention(stage.module, self._shared_rows)
         modules = [stage.module for stage in self.stages]
-        self._watch.hook_routers(modules, device)
+        self._router_watch.hook_routers(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
-        self.pieces = MlpPieces(blocks, settings)
+        self.pieces = PiecewiseMlps(blocks, settings)
         self.memory_actions = self._make_memory_actions(blocks)
-        self._sharded = [t for t in self._trained if t.is_sharded]
+        self._sharded_weights = [t for t in self._trained_weights if t.is_sharded]
         self.can_repeat_steps = plan.has_only_replicas
-        self._overlapped = [
+        self._overlapped_all_reduces = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
             if plan.has_only_replicas and bucket.group is not None
         ]
-        self._offloaded: OffloadedAdamW | None = None
+        self._offloaded_adamw: OffloadedAdamW | None = None
         self._pipeline = None
         if layout.pipeline > 1:
             wire_dtype = torch.float32 if plan.activation_itemsize == 4 else built.dtype
@@ -186,10 +188,10 @@ class NativeEngine:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._adapters.refresh()
-        self._watch.begin(1 / global_tokens)
-        sums, ran_out = self._zero_sums(), None
+        self._router_watch.begin(1 / global_tokens)
+        sums, ran_out = self._make_zero_sums(), None
         try:
-            sums = self._forward_backward(batches, global_terms, self._overlapped)
+            sums = self._forward_backward(batches, global_terms, self._overlapped_all_reduces)
         except torch.OutOfMemoryError as error:
             if not self.can_repeat_steps:
                 raise
@@ -198,7 +200,7 @@ class NativeEngine:
             self.inputs.wait_for_copies()
         # Other ranks wait for these messages.
         self._reduce_gradients()
-        sums = torch.cat([sums, self._watch.sums])
+        sums = torch.cat([sums, self._router_watch.sums])
         self._collectives.all_reduce(sums, None)
         if ran_out is None:
             self._step_sums = torch.cat([sums.double(), self._clip_gradients().reshape(1)])
@@ -208,12 +210,12 @@ class NativeEngine:
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
         set_lr(self._adamw, lr)
-        (self._offloaded or self._adamw).step()
+        (self._offloaded_adamw or self._adamw).step()
         self._adapters.mark_changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
         sent_bytes, comm_s = self._collectives.pop_totals()
         sums, router_sums = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
-        routers = self._watch.interpret_sums(router_sums)
+        routers = self._router_watch.interpret_sums(router_sums)
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)
 
     @torch.no_grad()
@@ -240,14 +242,16 @@ class NativeEngine:
             remaining = iter(batches)
             while group := list(islice(remaining, 2 * self._layout.pipeline)):
                 whole_batches = self._batches_to_run(group, training=False)
-                local_batches = shard_batches(whole_batches, self._share)
+                local_batches = shard_batches(whole_batches, self._shared_rows)
                 self._copies.begin(local_batches)
                 if self._pipeline is not None:
                     objective_sums = self._pipeline.evaluate(local_batches, self._forward)
                 else:
                     objective_sums = [self._forward(0, batch, None) for batch in local_batches]
-                if self._share is not None:
-                    objective_sums = [self._share.sum_over_ranks(out) for out in objective_sums]
+                if self._shared_rows is not None:
+                    objective_sums = [
+                        self._shared_rows.sum_over_ranks(out) for out in objective_sums
+                    ]
                 coordinates = self._mesh.coordinates
                 if objective_sums and coordinates.tensor == coordinates.context == 0:
                     yield from zip(whole_batches, objective_sums, strict=True)
@@ -260,7 +264,7 @@ class NativeEngine:
     def regions(self) -> list[Region]:
         """Return what this rank holds and no lower rank does; see ``base.Engine``."""
         regions: list[Region] = []
-        for weight in (t for t in self._trained if t.writes_checkpoint):
+        for weight in (t for t in self._trained_weights if t.writes_checkpoint):
             for name, number, region in self._saved_regions(weight):
                 if (local := region.values).numel():
                     region_args = name, local.dtype, region.box, region.full_shape
@@ -283,7 +287,7 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or cannot be read, or lacks values that this
                 rank needs.
         """
-        for weight in self._trained:
+        for weight in self._trained_weights:
             for name, _, region in self._saved_regions(weight):
                 index.require([name])
                 if region.values.numel():
@@ -320,10 +324,10 @@ class NativeEngine:
         return memory_actions
 
     def _move_optimizer(self, times: int) -> str:
-        if self._offloaded is not None:
-            self._offloaded.close()
+        if self._offloaded_adamw is not None:
+            self._offloaded_adamw.close()
         assert isinstance(self._adamw, torch.optim.AdamW), "moments in 8 bits stay on the device"
-        self._offloaded = OffloadedAdamW(self._adamw) if times else None
+        self._offloaded_adamw = OffloadedAdamW(self._adamw) if times else None
         return f"optimizer state is on the {'host' if times else 'device'}"
 
     def _forward_backward(
@@ -333,8 +337,8 @@ class NativeEngine:
         overlapped: Sequence[OverlappedAllReduce] = (),
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""
-        total = self._zero_sums()
-        local_batches = shard_batches(self._batches_to_run(batches), self._share)
+        total = self._make_zero_sums()
+        local_batches = shard_batches(self._batches_to_run(batches), self._shared_rows)
         self._copies.begin(local_batches)
 
         def backward(
@@ -369,7 +373,7 @@ class NativeEngine:
             out: torch.Tensor = self.stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
-    def _zero_sums(self) -> torch.Tensor:
+    def _make_zero_sums(self) -> torch.Tensor:
         return torch.zeros(self._plan.num_sums, dtype=torch.float32, device=self._device)
 
     def _batches_to_run(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
@@ -382,16 +386,18 @@ class NativeEngine:
         ]
 
     def _reduce_gradients(self) -> None:
-        for all_reduce in self._overlapped:
+        for all_reduce in self._overlapped_all_reduces:
             all_reduce.finish()
         for bucket in self._buckets:
-            if bucket.group is not None and not self._overlapped:
+            if bucket.group is not None and not self._overlapped_all_reduces:
                 self._collectives.all_reduce(bucket.grads, bucket.group)
-        for weight in self._sharded:
-            if weight.is_partial:
+        for weight in self._sharded_weights:
+            if weight.has_partial_grad:
                 self._collectives.all_reduce(weight.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
-            tied_weight = next(t for t in self._trained if t.saved_name == t.stage.tied_name)
+            tied_weight = next(
+                t for t in self._trained_weights if t.saved_name == t.stage.tied_name
+            )
             self._collectives.all_reduce(tied_weight.local_grad, self._tied_group)
 
     def _saved_regions(self, weight: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
@@ -421,13 +427,13 @@ class NativeEngine:
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
             bucket.grads.zero_()
-        for weight in self._sharded:
+        for weight in self._sharded_weights:
             weight.parameter.grad = None
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm; return the global norm before that."""
         is_distributed = self._plan.shards_gradients
-        squares = sum_squares(self._buckets, self._sharded, self._device, is_distributed)
+        squares = sum_squares(self._buckets, self._sharded_weights, self._device, is_distributed)
         if is_distributed:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
@@ -436,13 +442,15 @@ class NativeEngine:
             scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
             for bucket in self._buckets:
                 bucket.grads.mul_(scale)
-            sharded_grads = [t.local_grad for t in self._sharded if t.parameter.grad is not None]
+            sharded_grads = [
+                t.local_grad for t in self._sharded_weights if t.parameter.grad is not None
+            ]
             if sharded_grads:
                 torch._foreach_mul_(sharded_grads, scale.to(sharded_grads[0].device))
         return norm
 
 
-def _load(
+def _load_stages_and_optimizer(
     built: BuiltModel,
     settings: EngineSettings,
     mesh: Mesh,

@@ -33,7 +33,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel, find_decoder
-from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule_passes
+from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, PipelinePass, schedule_passes
 from hpc_tune.step.plan import StepPlan
 
 # How many passes ahead receives are posted. On a GPU a receive is a kernel that waits on several of
@@ -161,12 +161,12 @@ class Pipeline:
     ) -> None:
         """Take this rank's stages; ``dtype`` is that of the activations as they are sent."""
         self._stages, self._device, self._edges = stages, device, edges
-        self._rank, self._ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
+        self._rank, self._num_ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
         self._hidden_size, self._dtype = hidden_size, dtype
         members = layout.group_of(dist.get_rank(), "pipeline")
         self._previous = members[self._rank - 1]
-        self._next = members[(self._rank + 1) % self._ranks]
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._next = members[(self._rank + 1) % self._num_ranks]
+        self._unfinished_sends: deque[tuple[Any, torch.Tensor]] = deque()
         self._collectives, self._lookahead = collectives, LOOKAHEAD[device.type]
 
     def train(
@@ -181,7 +181,7 @@ class Pipeline:
         objective's sums; ``backward(chunk, is_last, output, gradient)`` propagates from there.
         ``is_last``: true for the chunk's last micro-batch; ``gradient``: None on the last stage.
         """
-        passes = schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
+        passes = schedule_passes(self._rank, self._num_ranks, len(self._stages), len(batches))
         inputs = self._make_input_receiver(passes, batches)
         last_passes = {p.chunk: p for p in passes if p.kind == "backward"}
         in_flight: dict[tuple[int, int], _ForwardState] = {}
@@ -213,7 +213,7 @@ class Pipeline:
         """Run micro-batches forward; return the objective's sums, on the last stage's rank."""
         passes = [
             p
-            for p in schedule_passes(self._rank, self._ranks, len(self._stages), len(batches))
+            for p in schedule_passes(self._rank, self._num_ranks, len(self._stages), len(batches))
             if p.kind == "forward"
         ]
         inputs = self._make_input_receiver(passes, batches)
@@ -232,10 +232,10 @@ class Pipeline:
         return self._rank == 0 and chunk == 0
 
     def _is_last(self, chunk: int) -> bool:
-        return self._rank == self._ranks - 1 and chunk == len(self._stages) - 1
+        return self._rank == self._num_ranks - 1 and chunk == len(self._stages) - 1
 
     def _make_input_receiver(
-        self, passes: Sequence[Pass], batches: Sequence[Batch]
+        self, passes: Sequence[PipelinePass], batches: Sequence[Batch]
     ) -> "_InputReceiver":
         expected_inputs: list[tuple[Direction, tuple[int, ...]] | None] = []
         for step in passes:
@@ -256,14 +256,14 @@ class Pipeline:
         target = self._next if direction == "forward" else self._previous
         edge = dist.get_rank() if direction == "forward" else self._previous
         work = self._collectives.begin_send(message, target, self._edges[edge, direction])
-        self._sending.append((work, message))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        self._unfinished_sends.append((work, message))
+        while self._unfinished_sends and self._unfinished_sends[0][0].is_completed():
+            self._unfinished_sends.popleft()
 
     def _finish_sending(self) -> None:
         with self._collectives.counted("send", 0):
-            while self._sending:
-                self._sending.popleft()[0].wait()
+            while self._unfinished_sends:
+                self._unfinished_sends.popleft()[0].wait()
 
 
 class _InputReceiver:
@@ -275,21 +275,21 @@ class _InputReceiver:
         receive: Callable[[Direction, tuple[int, ...]], tuple[Any, torch.Tensor]],
         collectives: CountedCollectives,
     ) -> None:
-        self._needed, self._receive, self._collectives = needed, receive, collectives
-        self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._expected_inputs, self._receive, self._collectives = needed, receive, collectives
+        self._posted_receives: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next = 0
 
     def post_receives(self, last_step: int) -> None:
-        for step in range(self._next, min(last_step + 1, len(self._needed))):
-            if (expected_input := self._needed[step]) is not None:
-                self._posted[step] = self._receive(*expected_input)
+        for step in range(self._next, min(last_step + 1, len(self._expected_inputs))):
+            if (expected_input := self._expected_inputs[step]) is not None:
+                self._posted_receives[step] = self._receive(*expected_input)
             self._next = step + 1
 
     def take(self, step: int) -> torch.Tensor | None:
         """Wait for the input of a pass and return it; None if the stage needs none."""
-        if step not in self._posted:
+        if step not in self._posted_receives:
             return None
-        work, buffer = self._posted.pop(step)
+        work, buffer = self._posted_receives.pop(step)
         with self._collectives.counted("send", 0):
             work.wait()
         return buffer

@@ -39,7 +39,7 @@ _NORM_CLASS = re.compile(r"(RMS|Layer)Norm$")
 _EXPERTS_PATH = re.compile(r"(^|\.)experts(\.|$)")
 
 
-class MlpPieces:
+class PiecewiseMlps:
     """The number of pieces in which an engine computes its MLPs; may change between two steps.
 
     ``has_mlps``: whether there are any that can be cut.
@@ -54,7 +54,7 @@ class MlpPieces:
         mlps = [mlp for block in blocks for mlp in find_mlps(block)] if can_cut else []
         for mlp in mlps:
             _move_output_sum_to_mlp(mlp)
-            mlp.forward = self._cut(mlp, mlp.forward)
+            mlp.forward = self._split_forward(mlp, mlp.forward)
         self.has_mlps = bool(mlps)
         if self.num_pieces > 1 and not mlps:
             log.warning(
@@ -76,7 +76,7 @@ class MlpPieces:
             return {}
         return {Action.USE_MORE_PIECES: ActionHandle(double, max_doublings)}
 
-    def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
+    def _split_forward(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
         forward_piece = _with_cast_cleanup(mlp, forward)
 
         def forward_in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

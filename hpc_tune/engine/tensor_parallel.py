@@ -36,7 +36,7 @@ from hpc_tune.step.slices import (
     has_gathered_input,
     list_stack_slices,
     read_tp_plan,
-    split_adapters,
+    unwrap_adapters,
 )
 
 
@@ -99,7 +99,7 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
         slicer.slice_embedding(lm.get_input_embeddings())
     if built.module.is_last_stage:
         slicer.slice_head(lm.get_output_embeddings())
-        built.module.token_loss = functools.partial(_vocabulary_losses, axis)
+        built.module.token_loss = functools.partial(_vocab_parallel_losses, axis)
     named_params = list(built.module.named_parameters())
     slices = {n: slicer.slices[p] for n, p in named_params if p in slicer.slices}
     partial = frozenset(n for n, p in named_params if p.requires_grad and p in slicer.partial)
@@ -113,11 +113,11 @@ class _ParameterSlicer:
         self._axis = axis
         self.slices: dict[nn.Parameter, Slice] = {}
         self.partial: set[nn.Parameter] = set()
-        self._cuts: dict[nn.Parameter, nn.Parameter] = {}
+        self._sliced_params: dict[nn.Parameter, nn.Parameter] = {}
 
     def slice_colwise(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
-        base, adapters = split_adapters(layer)
+        base, adapters = unwrap_adapters(layer)
         self._replace_by_slice(base, "weight", 0)
         self._replace_by_slice(base, "bias", 0)
         for a, b in adapters:
@@ -128,7 +128,7 @@ class _ParameterSlicer:
 
     def slice_rowwise(self, layer: Any, split: bool) -> None:
         """W's columns are split; partial outputs are summed after adding the adapters'."""
-        base, adapters = split_adapters(layer)
+        base, adapters = unwrap_adapters(layer)
         self._replace_by_slice(base, "weight", 1)
         for a, b in adapters:
             self._replace_by_slice(a, "weight", 1)
@@ -190,22 +190,22 @@ class _ParameterSlicer:
         layer.forward = forward
 
     def slice_head(self, layer: Any) -> None:
-        """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
+        """Each rank computes the logits of some tokens; see ``_vocab_parallel_losses``."""
         self.slice_colwise(layer, gather=False)
-        layer.first_token = self.slices[split_adapters(layer)[0].weight].start
+        layer.first_token = self.slices[unwrap_adapters(layer)[0].weight].start
 
     def _replace_by_slice(self, owner: Any, name: str, dim: int, num_parts: int = 1) -> None:
         full = getattr(owner, name)
         if full is None:
             return
-        if full not in self.slices and full not in self._cuts:
+        if full not in self.slices and full not in self._sliced_params:
             rank, size, length = self._axis.rank, self._axis.size, full.shape[dim] // num_parts
             start, stop = length * rank // size, length * (rank + 1) // size
             local = full.detach().narrow(dim, 0, num_parts * (stop - start))
             sliced_param = nn.Parameter(torch.empty_like(local), full.requires_grad)
             self.slices[sliced_param] = Slice(dim, start, tuple(full.shape), num_parts)
-            self._cuts[full] = sliced_param
-        setattr(owner, name, self._cuts.get(full, full))
+            self._sliced_params[full] = sliced_param
+        setattr(owner, name, self._sliced_params.get(full, full))
 
 
 def _hook_output(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
@@ -277,7 +277,7 @@ class _SplitInputs(torch.autograd.Function):
         return ctx.axis.all_gather(grad), None
 
 
-def _vocabulary_losses(
+def _vocab_parallel_losses(
     axis: TensorAxis, hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
 ) -> torch.Tensor:
     """Return N cross-entropies; each rank computes the logits of a part of the vocabulary.
@@ -285,11 +285,13 @@ def _vocabulary_losses(
     Three numbers per token are all-reduced: maximum, sum of exponentials, label's logit.
     """
     logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
-    losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)
+    losses_N: torch.Tensor = _VocabParallelCrossEntropy.apply(
+        logits_NV, labels_N - head.first_token, axis
+    )
     return losses_N
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of N tokens over logits whose columns are spread over a group."""
 
     @staticmethod

@@ -8,7 +8,7 @@ import torch
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 
-_DEVICE_ERROR_SIGNS = ("cuda", "hip error", "cublas", "hipblas")
+_DEVICE_ERROR_KEYWORDS = ("cuda", "hip error", "cublas", "hipblas")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def is_device_oom(error: BaseException) -> bool:
     """Whether an allocation failed on a device, in the allocator or in a library."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(
-        word in text for word in _DEVICE_ERROR_SIGNS
+        word in text for word in _DEVICE_ERROR_KEYWORDS
     )
 
 

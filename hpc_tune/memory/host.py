@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
-from hpc_tune.files import raise_if_out_of_files
+from hpc_tune.files import raise_if_too_many_open_files
 from hpc_tune.memory.policy import free_bytes_below_level
 from hpc_tune.world.affinity import SYS, read_numa_node_cpus
 
@@ -34,7 +34,7 @@ from hpc_tune.world.affinity import SYS, read_numa_node_cpus
 _MEMINFO_LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
 
 
-def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
+def find_gpu_meminfo_files(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
     """Return the meminfo files of NUMA nodes that are GPU memory; none without NVIDIA's driver."""
     if not (proc / "driver" / "nvidia").is_dir():
         return []
@@ -62,9 +62,9 @@ def read_total_and_free_bytes(files: list[Path]) -> tuple[int, int]:
 MIN_RETURNED_BLOCK_BYTES, MAX_CACHED_BLOCK_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
 _MAX_TRIM_THRESHOLD_BYTES = (1 << 31) - 1
-_STAT_BYTES = 1 << 15
+_MAX_STAT_BYTES = 1 << 15
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
-_MAX_SUM_LAG_BYTES, _MAX_CHARGE_DRIFT_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
+_MAX_SUM_LAG_BYTES, _MAX_CHARGE_DRIFT_BYTES, _MAX_SUBGROUPS = 8 << 20, 1 << 20, 256
 _MIN_REFRESH_INTERVAL_S, _REFRESH_INTERVAL_S_PER_RANK = 0.5, 0.1
 _KERNEL_USAGE_FILE = "memory.kmem.usage_in_bytes"  # only in v1, whose sums leave it out
 CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
@@ -76,8 +76,8 @@ class _CgroupVersion:
     but do not count, and the files with the charge and the limit.
     """
 
-    counted: tuple[str, ...]
-    uncounted: tuple[str, ...]
+    counted_fields: tuple[str, ...]
+    uncounted_fields: tuple[str, ...]
     charge_file: str
     limit_file: str
 
@@ -128,7 +128,7 @@ def find_host_limit(
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
-    gpu_bytes, _ = read_total_and_free_bytes(find_gpu_meminfo(proc, devices))
+    gpu_bytes, _ = read_total_and_free_bytes(find_gpu_meminfo_files(proc, devices))
     limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - gpu_bytes, MACHINE_SOURCE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     if configured_bytes is not None and configured_bytes < tightest.num_bytes:
@@ -162,27 +162,30 @@ class HostUsage:
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source != MACHINE_SOURCE
-        self._group, self._full_bytes = limit.cgroup, limit.num_bytes
+        self._group, self._limit_bytes = limit.cgroup, limit.num_bytes
         self._charge_file: IO[bytes] | None = None
         self._kernel_usage_file: IO[bytes] | None = None
-        counted: tuple[str, ...] = ("MemAvailable:",)
-        uncounted: tuple[str, ...] = ()
+        counted_fields: tuple[str, ...] = ("MemAvailable:",)
+        uncounted_fields: tuple[str, ...] = ()
         if limit.cgroup is None:
             self._total = _read_meminfo(proc)["MemTotal"]
-            self._gpu_meminfo_files = find_gpu_meminfo(proc, devices)
+            self._gpu_meminfo_files = find_gpu_meminfo_files(proc, devices)
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
             layout = _CGROUP_V1 if "total_rss" in _read_fields(file) else _CGROUP_V2
-            counted, uncounted = layout.counted, layout.uncounted
+            counted_fields, uncounted_fields = layout.counted_fields, layout.uncounted_fields
             with _skip_missing_file(), contextlib.suppress(ValueError):
-                self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
+                self._limit_bytes = int((limit.cgroup / layout.limit_file).read_text())
             with _skip_missing_file():
                 self._charge_file = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
                 self._kernel_usage_file = (limit.cgroup / _KERNEL_USAGE_FILE).open(
                     "rb", buffering=0
                 )
-        self._counted_keys, self._uncounted_keys = _stat_keys(counted), _stat_keys(uncounted)
+        self._counted_keys, self._uncounted_keys = (
+            _stat_keys(counted_fields),
+            _stat_keys(uncounted_fields),
+        )
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
         self._statms = []
@@ -203,7 +206,7 @@ class HostUsage:
         """Return the bytes in use that count against the limit."""
         if self._counts_ranks:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
-        text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
+        text = b"\n" + os.pread(self._file.fileno(), _MAX_STAT_BYTES, 0)
         stat = _sum_fields(self._counted_keys, text)
         if self._group is None:
             gpu_bytes, free_gpu_bytes = read_total_and_free_bytes(self._gpu_meminfo_files)
@@ -225,12 +228,12 @@ class HostUsage:
             else int(os.pread(self._kernel_usage_file.fileno(), 128, 0))
         )
         max_bytes = charge - kernel_bytes - _sum_fields(self._uncounted_keys, text)
-        self._refresh_late_sum(self._group, charge - ranks_bytes, abs(max_bytes - stat - growth))
-        if charge > self._full_bytes - _MAX_SUM_LAG_BYTES:
+        self._refresh_stale_sum(self._group, charge - ranks_bytes, abs(max_bytes - stat - growth))
+        if charge > self._limit_bytes - _MAX_SUM_LAG_BYTES:
             return counted_bytes  # page cache is reclaimed for new memory: the charge says nothing
         return max(ranks_bytes, min(counted_bytes, max_bytes))
 
-    def _refresh_late_sum(self, group: Path, other_bytes: int, gap: int) -> None:
+    def _refresh_stale_sum(self, group: Path, other_bytes: int, gap: int) -> None:
         """Make the kernel sum up ``group`` if its sum lags by a large ``gap`` (bytes), or is old.
 
         The gap counts only if ``other_bytes``, those charged to the group beyond the ranks', moved.
@@ -385,7 +388,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
 
 def _refresh_subgroup_sums(group: Path) -> None:
     """Make the kernel sum up the groups below, innermost first: a sum needs the sums below it."""
-    for _, folder in zip(range(_MAX_GROUPS), _walk_subfolders(group), strict=False):
+    for _, folder in zip(range(_MAX_SUBGROUPS), _walk_subfolders(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
 
@@ -411,7 +414,7 @@ def _skip_missing_file() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
 
 
 def _stat_keys(names: Sequence[str]) -> list[bytes]:
@@ -446,7 +449,7 @@ def _read_lines(file: Path) -> list[str]:
     try:
         return os.fsdecode(file.read_bytes()).splitlines()  # mount paths may have any bytes
     except OSError as error:
-        raise_if_out_of_files(error)  # without its cgroup's limit a job would be killed
+        raise_if_too_many_open_files(error)  # without its cgroup's limit a job would be killed
         return []
 
 
@@ -478,10 +481,10 @@ MIN_RANK_BYTES = 1024 * MIB
 
 # A process that merges, before it knows the model; and what transformers and its model without
 # values add to it: 113 to 140 MiB.
-MERGE_BASE_BYTES, EMPTY_MODEL_BYTES = 153 * MIB, 130 * MIB
+MERGE_PROCESS_BASE_BYTES, EMPTY_MODEL_BYTES = 153 * MIB, 130 * MIB
 # What other processes of hpc_tune take in total, with some margin: a plan, and a report without the
 # run's metrics.
-PLAN_BYTES, REPORT_BYTES = 600 * MIB, 250 * MIB
+PLAN_PROCESS_BYTES, REPORT_PROCESS_BYTES = 600 * MIB, 250 * MIB
 # A worker of torch.compile: a Python with torch, and one run of the C++ or Triton compiler. Not
 # measured.
 COMPILE_WORKER_BYTES = 1024 * MIB

@@ -46,7 +46,7 @@ _SAMPLE_PERIOD_S = 0.1
 _NEAR_LIMIT_PERIOD_S = 0.02
 _NEAR_LIMIT_SHARE = 0.7
 _RATE_WINDOW_S = 0.5
-_PLAN_ERROR = 0.1
+_PLAN_ERROR_SHARE = 0.1
 MonitorMode = Literal["on", "observe", "off"]
 
 
@@ -119,7 +119,7 @@ class MemoryMonitor:
         self._phase, self._activity = Phase.START, "starting"
         self._peaks_by_phase: dict[Phase, int] = {}
         self.mode: MonitorMode = mode
-        self._faults, self._period_s = faults, faults.sample_s or _SAMPLE_PERIOD_S
+        self._faults, self._period_s = faults, faults.sample_period_s or _SAMPLE_PERIOD_S
         self.device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._usage_lock = HostUsage(self.limit, pids=self._pids), threading.Lock()
@@ -175,7 +175,7 @@ class MemoryMonitor:
             return None
         host_bytes, self._peak_host = max(self._peak_host, self.used_bytes()), 0
         rank_bytes = own_bytes()
-        self._note_peak(rank_bytes)
+        self._record_peak(rank_bytes)
         return MemorySample(
             host_bytes,
             self.limit.num_bytes,
@@ -212,7 +212,7 @@ class MemoryMonitor:
         A tenth more is allowed, since predictions err, but nothing beyond where TIGHT begins.
         """
         calm_bytes = free_bytes_below_level(0, self.limit.num_bytes, Level.TIGHT)
-        self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm_bytes)
+        self._expected_peak = min(int((1 + _PLAN_ERROR_SHARE) * num_bytes), calm_bytes)
 
     def reset_growth(self) -> None:
         """Restart the growth estimate: an action has changed memory usage."""
@@ -285,7 +285,7 @@ class MemoryMonitor:
         if self._heartbeat is not None:
             self._heartbeat.close()
 
-    def _note_peak(self, num_bytes: int) -> None:
+    def _record_peak(self, num_bytes: int) -> None:
         peaks, phase = self._peaks_by_phase, self._phase
         peaks[phase] = max(peaks.get(phase, 0), num_bytes)
 
@@ -300,7 +300,7 @@ class MemoryMonitor:
             anonymous_bytes, mapped_bytes = self._usage.private_bytes()
             usage_bytes, now_s = self.used_bytes(), time.monotonic()
             self._peak_host = max(self._peak_host, usage_bytes)
-            self._note_peak(anonymous_bytes)
+            self._record_peak(anonymous_bytes)
             is_near = usage_bytes > max(self._known_peak, _NEAR_LIMIT_SHARE * self.limit.num_bytes)
             period_s = _NEAR_LIMIT_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:

@@ -67,7 +67,7 @@ class Action(Enum):
     USE_MORE_PIECES = "more_pieces", Level.HIGH, "device"
     OFFLOAD_ACTIVATIONS = "offload_activations", Level.HIGH, "device"
     MOVE_OPTIMIZER = "move_optimizer", Level.HIGH, "device"
-    LEAVE = "leave", Level.CRITICAL, "any"
+    STOP_RUN = "leave", Level.CRITICAL, "any"
 
     level: Level
     freed_memory: Literal["any", "host", "device"]
@@ -128,10 +128,12 @@ DEVICE_LIMITS = FillLimits(
     level_hysteresis=0.01,
 )
 # Shares of a rank's memory, for arithmetic before it takes any.
-MIN_PLANNED_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
-STATE_SHARE = 0.6  # for weights, gradients and optimizer state: the rest is for activations
-MEASURED_STATE_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
-COMPILING_SHARE = 1 / 8  # for workers of torch.compile
+MIN_PLANNED_MEMORY_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
+MODEL_STATE_MEMORY_SHARE = (
+    0.6  # for weights, gradients and optimizer state: the rest is for activations
+)
+MEASURED_STATE_MEMORY_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
+COMPILE_MEMORY_SHARE = 1 / 8  # for workers of torch.compile
 RETRY_WINDOW_STEPS = 8
 _MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
 _ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
@@ -151,7 +153,7 @@ _RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent`` of
+    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent_actions`` of
     them are never undone. ``is_settling``: the last action's effect is awaited. ``patience``: the
     calm steps after which the last action is undone.
     """
@@ -161,7 +163,7 @@ class PolicyState:
     is_settling: bool = False
     calm_steps: int = 0
     patience: int = _CALM_STEPS
-    num_permanent: int = 0
+    num_permanent_actions: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def decide_action(
     among them only if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
-        return policy_state, ActionDecision(Action.LEAVE)
+        return policy_state, ActionDecision(Action.STOP_RUN)
     if level == Level.CALM:
         return _undo_if_calm(policy_state)
     policy_state = replace(policy_state, calm_steps=0)
@@ -251,7 +253,7 @@ def decide_action(
         policy_state = replace(policy_state, taken_actions=taken_actions, is_settling=True)
         return policy_state, ActionDecision(action)
     if level == Level.CRITICAL:
-        return policy_state, ActionDecision(Action.LEAVE)
+        return policy_state, ActionDecision(Action.STOP_RUN)
     return policy_state, None
 
 
@@ -265,9 +267,9 @@ def decide_after_device_oom(
     """
     action = next((a for a in _ACTIONS if a in available_actions), None)
     if action is None:
-        return policy_state, ActionDecision(Action.LEAVE)
+        return policy_state, ActionDecision(Action.STOP_RUN)
     taken_actions = (*policy_state.taken_actions, action)
-    policy_state = PolicyState(taken_actions, True, True, num_permanent=len(taken_actions))
+    policy_state = PolicyState(taken_actions, True, True, num_permanent_actions=len(taken_actions))
     return policy_state, ActionDecision(action)
 
 
@@ -337,7 +339,7 @@ def _undo_if_calm(policy_state: PolicyState) -> tuple[PolicyState, ActionDecisio
         policy_state, is_trimmed=False, is_settling=False, calm_steps=policy_state.calm_steps + 1
     )
     if (
-        len(policy_state.taken_actions) == policy_state.num_permanent
+        len(policy_state.taken_actions) == policy_state.num_permanent_actions
         or calm_state.calm_steps < policy_state.patience
     ):
         return calm_state, None

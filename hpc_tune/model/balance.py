@@ -107,7 +107,7 @@ def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
             handle.remove()
     if len(functions) != len(routers) or len(set(functions)) != 1 or functions[0] is None:
         return ""
-    return functions[0] or _stock_score_function(model)
+    return functions[0] or _fallback_score_function(model)
 
 
 def _is_router_output(out: Any) -> bool:
@@ -141,21 +141,21 @@ def _infer_score_function(
     return ""
 
 
-def _stock_score_function(model: Any) -> ScoreFunction:
+def _fallback_score_function(model: Any) -> ScoreFunction:
     """Return softmax for a family with its own weighting if transformers has a loss for it."""
     modules = (sys.modules.get(type(m).__module__) for m in model.modules())
     return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
 
 
-def real_token_mask(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
+def real_token_mask(batch: Batch, row_sharing: SharedRows | None = None) -> torch.Tensor:
     """Return a mask of a batch's tokens that are not padding, [B, T], without a device sync."""
     num_rows, num_local = batch.tokens_BT.shape
-    shape = num_rows, num_local * (share.part.size if share else 1)
+    shape = num_rows, num_local * (row_sharing.part.size if row_sharing else 1)
     is_real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
     for index, padding in enumerate(batch.padding):
         if padding:
             is_real_BT[index, shape[1] - padding :] = False
-    return share.part.shard_to_rank(is_real_BT) if share else is_real_BT
+    return row_sharing.part.shard_to_rank(is_real_BT) if row_sharing else is_real_BT
 
 
 def count_expert_tokens(
@@ -174,10 +174,10 @@ def _sum_counts_of_shared_rows(
     counts_BE: torch.Tensor, is_real_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's tokens by expert and in total, summed over the ranks that share rows."""
-    tokens_B, share = is_real_BT.sum(1), batch_context.batch.share
-    if share is None:
+    tokens_B, row_sharing = is_real_BT.sum(1), batch_context.batch.row_sharing
+    if row_sharing is None:
         return counts_BE, tokens_B
-    sums = share.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
+    sums = row_sharing.sum_over_ranks(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
     return sums[:, :-1], sums[:, -1]
 
 

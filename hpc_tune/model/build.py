@@ -28,7 +28,7 @@ from hpc_tune.model.language import (
     stored_tensors,
     summarize_unused_tensors,
 )
-from hpc_tune.model.layers import keep_fp32
+from hpc_tune.model.layers import keep_fp32_tensors
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.modules_to_save import TrainableTokenRows
 from hpc_tune.model.objective import make_objective
@@ -167,7 +167,7 @@ class BuiltModel:
         ]
 
     @property
-    def identity(self) -> str:
+    def architecture_hash(self) -> str:
         """See ``hash_architecture``."""
         return hash_architecture(self.directory, self.index)
 
@@ -208,7 +208,7 @@ def build(
     model, names, file_index = language.model, language.names, language.index
     uses_document_attention = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
-    keep_fp32(model, base_dtype, is_full)
+    keep_fp32_tensors(model, base_dtype, is_full)
     index = file_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
@@ -222,7 +222,7 @@ def build(
         for name, tensor in stored_tensors(module)
         if id(tensor) in own_names
     }
-    if tune.base_packing:
+    if tune.base_format:
         pack_base(model, tune, dtype)
     used = {*base_names.values(), names.find_stored_name(f"{names.head}.weight", index) or ""}
     trained_names = (name for name, p in module.named_parameters() if p.requires_grad)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.files import raise_if_out_of_files
+from hpc_tune.files import raise_if_too_many_open_files
 
 # Keys of config.json that may name a kernel of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
@@ -47,7 +47,7 @@ def try_read_config_json(directory: Path) -> dict[str, Any]:
     try:
         config = read_config_json(directory)
     except (OSError, ValueError, RecursionError) as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return {}
     return config if isinstance(config, dict) else {}
 

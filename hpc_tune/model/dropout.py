@@ -33,14 +33,16 @@ class RowDropout(nn.Module):
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
         if not self.training:
             return x
-        rows, share = batch_context.batch.rows, batch_context.batch.share
-        num_tokens = x.shape[:-1].numel() // len(rows) * (share.part.size if share else 1)
+        rows, row_sharing = batch_context.batch.rows, batch_context.batch.row_sharing
+        num_tokens = (
+            x.shape[:-1].numel() // len(rows) * (row_sharing.part.size if row_sharing else 1)
+        )
         mask = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
         for row, row_mask in zip(rows, mask, strict=True):
             row_mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
-        if share:
-            mask = share.part.shard_to_rank(mask).clone()
+        if row_sharing:
+            mask = row_sharing.part.shard_to_rank(mask).clone()
         mask = mask.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
             mask = mask.chunk(self._num_slices, -1)[self._slice_index].contiguous()
@@ -96,17 +98,19 @@ class EmbeddingNoise:
 
     def __call__(self, module: nn.Module, _: object, embeddings_BTD: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, with noise in training."""
-        batch, share = batch_context.batch, batch_context.batch.share
+        batch, row_sharing = batch_context.batch, batch_context.batch.row_sharing
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
         num_rows, num_local, width = embeddings_BTD.shape
-        shape = num_rows, num_local * (share.part.size if share else 1), width
+        shape = num_rows, num_local * (row_sharing.part.size if row_sharing else 1), width
         noise_BTD = torch.empty(shape, device=embeddings_BTD.device)
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
-        if share:
-            noise_BTD = share.part.shard_to_rank(noise_BTD)
-            lengths_BT = share.part.shard_to_rank(batch.whole_row_starts.document_lengths_BT())
+        if row_sharing:
+            noise_BTD = row_sharing.part.shard_to_rank(noise_BTD)
+            lengths_BT = row_sharing.part.shard_to_rank(
+                batch.whole_row_document_starts.document_lengths_BT()
+            )
         else:
             lengths_BT = document_lengths(batch.positions_BT)
         scale_BT = self._alpha / (width * lengths_BT).float().sqrt()

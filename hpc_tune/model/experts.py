@@ -47,7 +47,7 @@ def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class AdaptedTensor:
+class AdaptedExpertStack:
     """A stack of experts, which peft adapts as a parameter; ``tensor`` is its path.
 
     ``is_transposed``: it is E x inputs x outputs, not E x outputs x inputs. ``gate_up_layout``: how
@@ -60,7 +60,7 @@ class AdaptedTensor:
     gate_up_layout: Literal["halves", "interleaved", "unknown"]
 
 
-def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
+def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedExpertStack]:
     """Return the stacks of experts, each by the path that peft gives to the layer of its adapter.
 
     peft wraps a module once for each tensor; the wrapper of the first tensor is the innermost.
@@ -74,7 +74,7 @@ def map_adapter_layers_to_stacks(model: nn.Module) -> dict[str, AdaptedTensor]:
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             shape = model.get_parameter(name).shape
-            stacks_by_layer[layer] = AdaptedTensor(name, shape[0], is_transposed, layout)
+            stacks_by_layer[layer] = AdaptedExpertStack(name, shape[0], is_transposed, layout)
     return stacks_by_layer
 
 

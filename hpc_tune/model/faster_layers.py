@@ -91,7 +91,7 @@ def _computes_same_output(
 _MIN_EQUAL_SHARE = 0.95
 
 
-def use_rms_norm(blocks: Iterable[nn.Module], uses_torch: bool = False) -> int:
+def use_faster_rms_norm(blocks: Iterable[nn.Module], uses_torch: bool = False) -> int:
     """Replace the forward of each RMS norm of Llama's form in ``blocks``; return their number.
 
     ``uses_torch``: use ``F.rms_norm`` instead of our own.
@@ -183,7 +183,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TRIAL_WIDTH, _TRIAL_SCALE = 16, 8.0  # of the trial's input: large values would reveal a clamp
 
 
-def use_swiglu(blocks: Iterable[nn.Module]) -> int:
+def use_faster_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
     layers = find_replaceable_layers(
         blocks, _may_be_swiglu, _make_swiglu_trial, _swiglu_forward, torch.equal

@@ -34,7 +34,7 @@ FLOAT8_DTYPE = torch.float8_e4m3fn
 _MAX_CODE = torch.finfo(FLOAT8_DTYPE).max
 _MANTISSA_MASK = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
-_SIDE_ALIGNMENT = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_DIM_ALIGNMENT = 16  # float8 matmuls need both sides of a weight to be multiples of this
 _MIN_ROW_MAX = 2.0**-100  # lower bound for the largest value of a row
 MAX_TRIAL_ERROR = 0.01  # error relative to the norm: results are rounded to bf16
 
@@ -180,11 +180,11 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
     if not layers or explain_missing_float8_matmuls(device, layers[0].compute_dtype):
         return
     for layer in layers:
-        layer.multiplies_float8 = _has_aligned_sides(layer)
+        layer.multiplies_float8 = _has_aligned_dims(layer)
 
 
-def _has_aligned_sides(layer: nn.Linear) -> bool:
-    return all(side % _SIDE_ALIGNMENT == 0 for side in (layer.in_features, layer.out_features))
+def _has_aligned_dims(layer: nn.Linear) -> bool:
+    return all(side % _DIM_ALIGNMENT == 0 for side in (layer.in_features, layer.out_features))
 
 
 @functools.cache
@@ -290,7 +290,7 @@ def _scaled_matmul(
 
 
 def _row_bytes(width: int) -> int:
-    return -(-width // _SIDE_ALIGNMENT) * _SIDE_ALIGNMENT + _SCALE_BYTES
+    return -(-width // _DIM_ALIGNMENT) * _DIM_ALIGNMENT + _SCALE_BYTES
 
 
 def _split_packed_weight(
@@ -400,4 +400,4 @@ def convert_to_torchao_float8(
 
 
 def _is_convertible_linear(module: nn.Module, name: str) -> bool:
-    return type(module) is nn.Linear and not adapted_layer(name) and _has_aligned_sides(module)
+    return type(module) is nn.Linear and not adapted_layer(name) and _has_aligned_dims(module)

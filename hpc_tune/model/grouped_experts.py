@@ -76,7 +76,7 @@ def stack_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def packing_name(stack: str) -> str:
+def unpacker_module_name(stack: str) -> str:
     """Return the name of the module that unpacks a stack of 4 or 8 bits."""
     return f"{stack}_packing"
 
@@ -126,7 +126,7 @@ class _ExpertLayer:
         """
         stack, bias, (a, b) = weights[i], weights[2 + i], weights[4 + 2 * i : 6 + 2 * i]
         assert stack is not None
-        packing = getattr(self.experts, packing_name(stack_names(self.experts)[i]), None)
+        packing = getattr(self.experts, unpacker_module_name(stack_names(self.experts)[i]), None)
         if packing is not None:
             stack = packing.unpack(stack)
         stack = stack.to(dtype)
@@ -271,17 +271,25 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         del up, x_SI
         down = layer.make_matmul(1, weights, dtype)
         y_SO, low_down_SR = down.forward(layer.apply_gate(h_SM), rows)
-        saved_tensors = (x_TI, weights_TK, rows.ends_E, rows.rows_TK, h_SM, low_up_SR, low_down_SR)
+        saved_tensors = (
+            x_TI,
+            weights_TK,
+            rows.ends_E,
+            rows.row_indices_TK,
+            h_SM,
+            low_up_SR,
+            low_down_SR,
+        )
         ctx.save_for_backward(*saved_tensors, *weights)
         return rows.sum_by_token(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:  # type: ignore[override]
-        x_TI, weights_TK, ends_E, rows_TK, h_SM, low_up_SR, low_down_SR, *weights = (
+        x_TI, weights_TK, ends_E, row_indices_TK, h_SM, low_up_SR, low_down_SR, *weights = (
             ctx.saved_tensors
         )
         is_trained, is_transposed = ctx.needs_input_grad[4:], ctx.layer.experts.is_transposed
-        rows, dtype = SortedRows(ends_E, rows_TK, len(h_SM)), h_SM.dtype
+        rows, dtype = SortedRows(ends_E, row_indices_TK, len(h_SM)), h_SM.dtype
         token_S = rows.tokens()
         with torch.enable_grad():
             h_SM = h_SM.detach().requires_grad_()
@@ -297,7 +305,7 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         if is_trained[1]:
             grads[1] = down.weight_gradient(weighted_SM, grad_SO, rows, is_transposed)
         if is_trained[3]:
-            grads[3] = rows.sums_by_expert(grad_SO, weight_S1, down.bias_EO)
+            grads[3] = rows.sum_by_expert(grad_SO, weight_S1, down.bias_EO)
         grad_weight_S = (grad_SM * act_SM).sum(1)
         if down.bias_EO is not None:
             grad_weight_S += (grad_SO * down.bias_EO.index_select(0, rows.experts())).sum(1)
@@ -310,9 +318,9 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         if is_trained[0]:
             grads[0] = up.weight_gradient(x_SI, grad_h_SM, rows, is_transposed)
         if is_trained[2]:
-            grads[2] = rows.sums_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
+            grads[2] = rows.sum_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
         grad_TI = rows.sum_by_token(grad_SI).to(ctx.x_dtype)
-        grad_TK = grad_weight_S[rows_TK].to(weights_TK.dtype)
+        grad_TK = grad_weight_S[row_indices_TK].to(weights_TK.dtype)
         cast_grads = [
             None if grad is None else grad.to(weight.dtype)
             for grad, weight in zip(grads, weights, strict=True)

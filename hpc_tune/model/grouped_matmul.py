@@ -258,7 +258,7 @@ class SortedRows:
     """Where each expert's rows end, and in which row each token lies for each of its experts."""
 
     ends_E: torch.Tensor
-    rows_TK: torch.Tensor
+    row_indices_TK: torch.Tensor
     num_rows: int
 
     @classmethod
@@ -284,10 +284,10 @@ class SortedRows:
 
     def tokens(self) -> torch.Tensor:
         """Return the token of each row; for padding, the first one."""
-        token_S = self.rows_TK.new_zeros(self.num_rows)
-        num_tokens, num_chosen = self.rows_TK.shape
+        token_S = self.row_indices_TK.new_zeros(self.num_rows)
+        num_tokens, num_chosen = self.row_indices_TK.shape
         numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
-        positions_S = self.rows_TK.flatten()
+        positions_S = self.row_indices_TK.flatten()
         return token_S.scatter_(0, positions_S, numbers_TK.expand(-1, num_chosen).flatten())
 
     def experts(self) -> torch.Tensor:
@@ -298,21 +298,23 @@ class SortedRows:
     def row_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weight of each row, S x 1; 0 for padding."""
         weight_S = weights_TK.new_zeros(self.num_rows)
-        return weight_S.scatter_(0, self.rows_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
+        return weight_S.scatter_(0, self.row_indices_TK.flatten(), weights_TK.flatten()).unsqueeze(
+            1
+        )
 
     def clear_padding(self, x_SI: torch.Tensor) -> None:
         """Zero the rows of padding, so that nothing in them can overflow."""
         is_fake = isinstance(x_SI, FakeTensor)  # its padding has no position
-        if self.num_rows > self.rows_TK.numel() and not is_fake:
+        if self.num_rows > self.row_indices_TK.numel() and not is_fake:
             is_padding_S = torch.ones(self.num_rows, dtype=torch.bool)
-            is_padding_S[self.rows_TK.flatten()] = False
+            is_padding_S[self.row_indices_TK.flatten()] = False
             x_SI.index_fill_(0, is_padding_S.nonzero().squeeze(1), 0.0)
 
     def sum_by_token(
         self, y_SO: torch.Tensor, weights_TK: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sum of each token's rows, times their weights, in one pass."""
-        return F.embedding_bag(self.rows_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
+        return F.embedding_bag(self.row_indices_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
 
     def multiply_by_expert(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
         """Return each row times the matrix of its expert."""
@@ -327,7 +329,7 @@ class SortedRows:
         """
         return grouped_weight_gradient(low_rank_SR, features_SN, weight_ERN, self.ends_E)
 
-    def sums_by_expert(
+    def sum_by_expert(
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of each expert's rows times their weights, in the shape of a bias."""

@@ -25,8 +25,8 @@ from torch import nn
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.config_json import value_shared_by_layers
-from hpc_tune.model.varlen_attention import DTYPES, HEAD_DIM_MULTIPLE, MAX_VALUES
-from hpc_tune.world.device import Architecture, find_architecture
+from hpc_tune.model.varlen_attention import DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from hpc_tune.world.device import GpuArchitecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
 _CHECKED_WINDOW_TOKENS = 70  # the window's edge falls inside the kernel's blocks, at varying places
@@ -45,7 +45,7 @@ class Kernels:
     has none. ``mask_reason``: why one of these two uses a T x T mask, "" if neither does, or only
     windows on a CPU, which always do. ``lora``: for adapters, None without adapters.
     ``expert_loop_reason``: why the experts of a mixture are multiplied one by one, "" if they are
-    not. ``flash``: what torch calls instead of its own attention kernel, "" if nothing.
+    not. ``flash_attention``: what torch calls instead of its own attention kernel, "" if nothing.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -55,12 +55,12 @@ class Kernels:
     lora: Literal["own"] | None = "own"
     mask_reason: str = ""
     expert_loop_reason: str = ""
-    flash: str = ""
+    flash_attention: str = ""
 
     def __str__(self) -> str:
         """Describe the implementations in words, for the log of a run's start."""
         attention = _ATTENTION_DESCRIPTIONS[self.attention]
-        attention += f" by {self.flash}" if self.flash else ""
+        attention += f" by {self.flash_attention}" if self.flash_attention else ""
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
         reason = f": {self.mask_reason}" if self.mask_reason else ""
@@ -115,13 +115,13 @@ def choose_model_kernels(
     if device is not None and device.type != "cuda":
         return choose_kernels(device.type, compiled, has_windows, mask_reason)
     reason = mask_reason or _explain_unsupported_heads(config, dtype)
-    window_mask_reason, flash = "", ""
+    window_mask_reason, flash_attention = "", ""
     if not reason and device is not None:
         architecture = find_architecture(device)
         if architecture is not None and not architecture.has_varlen_attention:
             reason = f"torch has no such kernel for a GPU of {architecture}"
         else:
-            kernel_args = (device, dtype, _head_size(config), _queries_per_key(config))
+            kernel_args = (device, dtype, _head_size(config), _query_heads_per_key_head(config))
             reason = varlen_attention.varlen_kernel_fault(*kernel_args)
             if has_windows and not reason:
                 window_mask_reason = varlen_attention.varlen_kernel_fault(
@@ -129,24 +129,27 @@ def choose_model_kernels(
                 )
             if not reason and architecture is not None and architecture.capability is not None:
                 window = _CHECKED_WINDOW_TOKENS if has_windows and not window_mask_reason else None
-                flash = varlen_attention.use_flash_attention(*kernel_args, window)
+                flash_attention = varlen_attention.use_flash_attention(*kernel_args, window)
     return replace(
-        choose_kernels("cuda", compiled, has_windows, reason, window_mask_reason), flash=flash
+        choose_kernels("cuda", compiled, has_windows, reason, window_mask_reason),
+        flash_attention=flash_attention,
     )
 
 
-def partial_document_fault(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def explain_unsupported_document_parts(
+    config: Any, dtype: torch.dtype, device: torch.device
+) -> str:
     """Return why a GPU's kernel takes no parts of documents; "" if it does, or is not used.
 
     A part has only its last tokens as queries: ranks that share a row gather its keys.
     """
     if device.type != "cuda" or _explain_unsupported_heads(config, dtype):
         return ""
-    kernel_args = device, dtype, _head_size(config), _queries_per_key(config)
+    kernel_args = device, dtype, _head_size(config), _query_heads_per_key_head(config)
     return varlen_attention.varlen_kernel_fault(*kernel_args, queries_are_partial=True)
 
 
-def _queries_per_key(config: Any) -> int:
+def _query_heads_per_key_head(config: Any) -> int:
     heads: int = config.num_attention_heads
     return heads // (value_shared_by_layers(config, "num_key_value_heads") or heads)
 
@@ -180,8 +183,10 @@ def _explain_unsupported_heads(config: Any, dtype: torch.dtype) -> str:
     if not isinstance(value_shared_by_layers(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
-    if size > MAX_VALUES or size % HEAD_DIM_MULTIPLE:
-        return f"the kernel takes heads of up to {MAX_VALUES} values, in multiples of 8, not {size}"
+    if size > MAX_HEAD_DIM or size % HEAD_DIM_MULTIPLE:
+        return (
+            f"the kernel takes heads of up to {MAX_HEAD_DIM} values, in multiples of 8, not {size}"
+        )
     return ""
 
 
@@ -199,7 +204,7 @@ def _head_size(config: Any) -> int:
 
 
 def multiplies_in_tf32(
-    train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
+    train: TrainConfig, dtype: torch.dtype, architecture: GpuArchitecture | None
 ) -> bool:
     """Whether a model of ``dtype`` uses TF32 matmuls; an ``architecture`` of None is a CPU."""
     is_possible = dtype == torch.float32 and architecture is not None and architecture.has_tf32

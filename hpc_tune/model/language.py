@@ -29,7 +29,7 @@ from hpc_tune.model.config_json import (
     refuse_huge_layer_counts,
 )
 from hpc_tune.model.experts import (
-    AdaptedTensor,
+    AdaptedExpertStack,
     disable_router_losses,
     map_adapter_layers_to_stacks,
 )
@@ -255,21 +255,24 @@ class TensorNames:
     """The names of a language model's tensors in the whole model and in the files.
 
     ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
-    ``whole_decoder`` and ``whole_head`` in the whole model. ``renamed_tensors`` maps a name in the
+    ``whole_model_decoder`` and ``whole_model_head`` in the whole model. ``renamed_tensors`` maps a name in the
     whole model to the name in the files if transformers renames it. Files may add or omit
     ``prefix``.
     """
 
     decoder: str = ""
-    whole_decoder: str = ""
+    whole_model_decoder: str = ""
     head: str = ""
-    whole_head: str = ""
+    whole_model_head: str = ""
     prefix: str = ""
     renamed_tensors: Mapping[str, str] = field(default_factory=dict)
 
     def whole_model_name(self, name: str) -> str:
         """Return the name in the whole model of a tensor of the language model."""
-        for path, whole_path in ((self.decoder, self.whole_decoder), (self.head, self.whole_head)):
+        for path, whole_path in (
+            (self.decoder, self.whole_model_decoder),
+            (self.head, self.whole_model_head),
+        ):
             if whole_path and name.startswith(f"{path}."):
                 return whole_path + name.removeprefix(path)
         return name
@@ -346,7 +349,7 @@ def make_language_model(
             sources={**index.sources, **joined_tensors},
             unsupported_operations=unsupported_operations,
         )
-    names = _find_names(model, whole_model or model, index)
+    names = _find_tensor_names(model, whole_model or model, index)
     language = LanguageModel(model, text_config, names, index)
     if index is None or not language.is_tied or not _has_own_head(language, index):
         return language
@@ -386,19 +389,19 @@ def _make_text_model(config: Any, text_config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _find_names(model: Any, whole_model: Any, index: TensorIndex | None) -> TensorNames:
+def _find_tensor_names(model: Any, whole_model: Any, index: TensorIndex | None) -> TensorNames:
     path_pairs = []
     for root in (model, whole_model):
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         path_pairs.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
-    (decoder, head), (whole_decoder, whole_head) = path_pairs
+    (decoder, head), (whole_model_decoder, whole_model_head) = path_pairs
     renamed_tensors = {} if index is None else find_renamed_tensors(whole_model, index.stored_names)
     return TensorNames(
         decoder,
-        whole_decoder,
+        whole_model_decoder,
         head,
-        whole_head,
+        whole_model_head,
         f"{whole_model.base_model_prefix}.",
         renamed_tensors,
     )
@@ -466,7 +469,7 @@ class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
     ``transposed_tensors``: those that are stored transposed (Conv1D). ``copied_head``: a tied
-    output head that is stored in addition to the embedding. ``stacks``: experts', by the adapted
+    output head that is stored in addition to the embedding. ``stacks_by_layer``: experts', by the adapted
     layer's path.
     """
 
@@ -474,7 +477,7 @@ class ModelFileLayout:
     names: TensorNames
     transposed_tensors: frozenset[str]
     copied_head: str | None
-    stacks: Mapping[str, AdaptedTensor]
+    stacks_by_layer: Mapping[str, AdaptedExpertStack]
 
 
 def find_model_file_layout(directory: Path, index: TensorIndex) -> ModelFileLayout:
@@ -492,12 +495,12 @@ def find_model_file_layout(directory: Path, index: TensorIndex) -> ModelFileLayo
     (path,) = (n for n, m in language.model.named_modules() if m is embedding)
     if head == names.find_stored_name(f"{path}.weight", index, is_tied=True):
         head = None
-    stacks = {
+    stacks_by_layer = {
         names.whole_model_name(layer): replace(
             stack, tensor=names.find_stored_name(stack.tensor, index) or stack.tensor
         )
         for layer, stack in map_adapter_layers_to_stacks(language.model).items()
     }
     return ModelFileLayout(
-        index, names, frozenset(name for name in transposed_tensors if name), head, stacks
+        index, names, frozenset(name for name in transposed_tensors if name), head, stacks_by_layer
     )

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hpc_tune.model.experts import find_routers
-from hpc_tune.model.faster_layers import share_input_casts, use_rms_norm, use_swiglu
+from hpc_tune.model.faster_layers import share_input_casts, use_faster_rms_norm, use_faster_swiglu
 from hpc_tune.model.float8 import use_float8_matmuls
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import choose_model_kernels
@@ -32,7 +32,7 @@ from hpc_tune.model.packed_attention import find_indexers
 # -- Tensors that transformers loads in fp32 whatever the model's dtype; they are fp32 here too.
 
 
-def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
+def keep_fp32_tensors(model: Any, dtype: torch.dtype, is_full: bool) -> None:
     """Make tensors of a meta-device model of ``dtype`` fp32, if its family wants them in fp32.
 
     For example the biases by which DeepSeek-V3's routers choose: bf16 steps of them are larger than
@@ -159,9 +159,9 @@ def use_faster_layers(
     if not compiled:
         share_input_casts(blocks)
     if kernels.swiglu == "own":
-        use_swiglu(blocks)
+        use_faster_swiglu(blocks)
     if kernels.norm != "transformers":
-        use_rms_norm(blocks, uses_torch=kernels.norm == "F.rms_norm")
+        use_faster_rms_norm(blocks, uses_torch=kernels.norm == "F.rms_norm")
     module.uses_document_attention = kernels.attention != "mask"
     module.has_varlen_kernel = kernels.attention == "varlen"
     module.kernel_has_windows = kernels.window == "varlen"

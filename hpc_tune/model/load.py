@@ -42,11 +42,11 @@ from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 # -- Adapters that continue from ones saved by peft or the Hugging Face Trainer.
 
 
-_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
-_FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
+_TUNE_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
+_TUNE_FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
 # peft's fields that do not change what an adapter with given tensors computes: names, how it was
 # initialized, and which tensors there are (the tensors are compared one by one).
-_IGNORED_FIELDS = frozenset(
+_IGNORED_PEFT_FIELDS = frozenset(
     (
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
         *("revision", "inference_mode", "runtime_config", "megatron_config", "megatron_core"),
@@ -68,9 +68,9 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
         lists the reasons. DataError: if their file is damaged.
     """
     file, config = directory / ADAPTER_FILE, _read_adapter_config(directory)
-    fields = {key: config.get(key, False) for key in _FIELDS}
+    fields = {key: config.get(key, False) for key in _TUNE_FIELDS}
     model: Any = built.module.model
-    expected_fields = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
+    expected_fields = {key: getattr(model.peft_config["default"], key) for key in _TUNE_FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
         expected_fields[key] = restore_layer_patterns(expected_fields[key])
         fields[key] = _expand_patterns_to_paths(
@@ -78,8 +78,8 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
         )
     problems = _compare_expert_ranks(fields, expected_fields, built.tune)
     problems += [
-        f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {expected_fields[key]}"
-        for key in _FIELDS
+        f"{key} is {fields[key]} there, and tune.{_TUNE_FIELDS[key]} says {expected_fields[key]}"
+        for key in _TUNE_FIELDS
         if fields[key] != expected_fields[key]
     ]
     if (kind := config.get("peft_type", "LORA")) != "LORA":
@@ -87,7 +87,7 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     problems += _compare_trainable_tokens(
         config.get("trainable_token_indices") or [], [*built.tokens]
     )
-    extra_keys = sorted(config.keys() - _IGNORED_FIELDS - _FIELDS.keys())
+    extra_keys = sorted(config.keys() - _IGNORED_PEFT_FIELDS - _TUNE_FIELDS.keys())
     problems += [f"{key} is set there, and not supported here" for key in extra_keys if config[key]]
     if (init := config.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
         problems.append(
@@ -147,7 +147,7 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
 
     def add_whole_model_path(name: str) -> str:
         part, prefix, tensor_name = name.partition(ADAPTER_PREFIX)
-        if prefix and not tensor_name.startswith(f"{names.whole_decoder}."):
+        if prefix and not tensor_name.startswith(f"{names.whole_model_decoder}."):
             return part + prefix + names.whole_model_name(tensor_name)
         return name
 

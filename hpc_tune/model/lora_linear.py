@@ -71,9 +71,9 @@ class LoraGroup:
         """
         self._shares_input &= self._num_unshared_calls <= self._num_shared_calls
         self._num_shared_calls = self._num_unshared_calls = 0
-        self.forget()
+        self.forget_outputs()
 
-    def forget(self) -> None:
+    def forget_outputs(self) -> None:
         """Drop results that no layer has taken, for example after an interrupted pass."""
         self._input, self._pending_outputs = None, {}
 
@@ -505,7 +505,7 @@ class AdapterCopies:
     def forget_results(self) -> None:
         """Drop results that an interrupted pass has left."""
         for group in self._all_groups:
-            group.forget()
+            group.forget_outputs()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -97,7 +97,7 @@ class LossModel(nn.Module):
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
     peft model around one. ``uses_document_attention``: attention may run document by document. On a
     GPU, ``has_varlen_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in
-    layers with a sliding window. ``share``: how ranks share rows, if they do: batches then hold
+    layers with a sliding window. ``row_sharing``: how ranks share rows, if they do: batches then hold
     only this rank's tokens.
     """
 
@@ -110,11 +110,11 @@ class LossModel(nn.Module):
         self.uses_document_attention, self.has_varlen_kernel = uses_document_attention, False
         self.kernel_has_windows = True
         self.is_first_stage = self.is_last_stage = True
-        self.token_loss: TokenLoss = plain_losses
+        self.token_loss: TokenLoss = compute_chunk_losses
         self.logits_kernels = EAGER_KERNELS
         self.objective: Objective = TokenSum()
         self.router_watch: RouterWatch | None = None
-        self.share: SharedRows | None = None
+        self.row_sharing: SharedRows | None = None
         # A plan sets this to the value for the device that it plans for.
         self.logits_bytes: tuple[int, int] | None = None
         self.head_unit: HeadUnit | None = None
@@ -138,11 +138,11 @@ class LossModel(nn.Module):
         """
         lm = self.causal_lm()
         micro_batch = replace(
-            self._micro_batch(batch), positions_BT=batch.positions_BT, recompute_cache={}
+            self._make_micro_batch(batch), positions_BT=batch.positions_BT, recompute_cache={}
         )
         count_first_pass: AbstractContextManager[None] = nullcontext()
         if self.router_watch is not None and self.training:
-            micro_batch = replace(micro_batch, is_real_BT=real_token_mask(batch, self.share))
+            micro_batch = replace(micro_batch, is_real_BT=real_token_mask(batch, self.row_sharing))
             count_first_pass = self.router_watch.count_first_pass()
         with batch_context.use_batch(micro_batch), count_first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
@@ -170,22 +170,24 @@ class LossModel(nn.Module):
         hidden_ND = out_BTD.flatten(0, 1)[loss_positions_N]
         unit = self.head_unit
         losses_N = compute_losses(hidden_ND) if unit is None else unit(hidden_ND, compute_losses)
-        if self.share is None:
+        if self.row_sharing is None:
             return self.objective.sums(losses_N, batch)
-        sums = self.objective.sums(losses_N, batch, self.share.sum_over_ranks)
+        sums = self.objective.sums(losses_N, batch, self.row_sharing.sum_over_ranks)
         # All ranks that share an answer compute the same sums for it; only one counts them.
-        is_counted = batch.pairs is None or self.share.part.rank == 0
+        is_counted = batch.pairs is None or self.row_sharing.part.rank == 0
         return sums if is_counted else sums - sums.detach()
 
-    def _micro_batch(self, batch: Batch) -> MicroBatch:
+    def _make_micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
-        if self.share is not None:
+        if self.row_sharing is not None:
             starts = make_document_starts(lengths, positions_BT.device, self.kernel_has_windows)
-            micro_batch = MicroBatch(batch.rows, share=self.share, whole_row_starts=starts)
-            if self.share.part.is_head_tail:
+            micro_batch = MicroBatch(
+                batch.rows, row_sharing=self.row_sharing, whole_row_document_starts=starts
+            )
+            if self.row_sharing.part.is_head_tail:
                 micro_batch = replace(
                     micro_batch,
-                    document_parts_by_rank=self._split_documents_by_rank(batch, self.share),
+                    document_parts_by_rank=self._split_documents_by_rank(batch, self.row_sharing),
                 )
             if self.has_varlen_kernel:
                 return replace(micro_batch, starts=starts)
@@ -201,10 +203,12 @@ class LossModel(nn.Module):
             )
         return MicroBatch(batch.rows)
 
-    def _split_documents_by_rank(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
+    def _split_documents_by_rank(
+        self, batch: Batch, row_sharing: SharedRows
+    ) -> dict[int, DocumentParts]:
         parts_by_rank = {}
-        for rank in share.ranks:
-            parts = shard_documents(batch.document_lengths, replace(share.part, rank=rank))
+        for rank in row_sharing.ranks:
+            parts = shard_documents(batch.document_lengths, replace(row_sharing.part, rank=rank))
             if self.has_varlen_kernel:
                 parts_by_rank[rank] = DocumentParts.from_parts(parts, batch.positions_BT.device)
             else:
@@ -249,7 +253,7 @@ def find_decoder(lm: Any) -> Any:
     return decoder.model if decoder is lm or hasattr(decoder, "lm_head") else decoder
 
 
-def plain_losses(
+def compute_chunk_losses(
     hidden_ND: torch.Tensor,
     head: Any,
     labels_N: torch.Tensor,
@@ -268,7 +272,7 @@ def token_losses(
     head: Any,
     labels_N: torch.Tensor,
     config: Any,
-    token_loss: TokenLoss = plain_losses,
+    token_loss: TokenLoss = compute_chunk_losses,
     logits_bytes: tuple[int, int] | None = None,
     kernels: LogitsKernels = EAGER_KERNELS,
 ) -> torch.Tensor:
@@ -278,7 +282,7 @@ def token_losses(
     ``logits_bytes`` bounds a frozen head's logits: per matmul, and in fp32. The default is the
     fastest for each device type.
     """
-    is_plain = token_loss is plain_losses and _is_plain_head(head, config)
+    is_plain = token_loss is compute_chunk_losses and _is_plain_head(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if is_plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
@@ -295,8 +299,8 @@ def token_losses(
             kernels.exponentials,
         )
         return losses_N
-    if token_loss is plain_losses:
-        token_loss = functools.partial(plain_losses, kernels=kernels)
+    if token_loss is compute_chunk_losses:
+        token_loss = functools.partial(compute_chunk_losses, kernels=kernels)
     chunk = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)

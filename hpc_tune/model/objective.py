@@ -78,7 +78,7 @@ class AnswerLogProbabilities:
 class PreferenceSums:
     """Statistics of the pairs of a step, summed over all of them.
 
-    ``loss``: the pairs' losses. ``num_right``: how many pairs have the higher reward on the chosen
+    ``loss``: the pairs' losses. ``num_correct``: how many pairs have the higher reward on the chosen
     answer, or how many labeled answers have a reward on their side of the mean KL divergence. Then
     rewards and log-probabilities of chosen (desirable) and rejected (undesirable) answers, and the
     numbers of answers and tokens that they are sums over. ``log_prob_change``: absolute differences
@@ -87,15 +87,15 @@ class PreferenceSums:
     """
 
     loss: float
-    num_right: float
+    num_correct: float
     chosen_reward: float
     rejected_reward: float
     chosen_log_prob: float
     rejected_log_prob: float
     num_chosen: float
     num_rejected: float
-    chosen_tokens: float
-    rejected_tokens: float
+    num_chosen_tokens: float
+    num_rejected_tokens: float
     log_prob_change: float
     reference_magnitude: float
 
@@ -105,23 +105,23 @@ class PreferenceSums:
         ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
         may all be of one kind; then the margin and the other kind's log-probability are left out.
         """
-        values = {"accuracy": self.num_right / max(1, num_pairs)}
+        values = {"accuracy": self.num_correct / max(1, num_pairs)}
         if self.num_chosen and self.num_rejected:
             chosen_mean = self.chosen_reward / self.num_chosen
             values["margin"] = chosen_mean - self.rejected_reward / self.num_rejected
-        if self.chosen_tokens:
-            values["chosen_log_prob"] = self.chosen_log_prob / self.chosen_tokens
-        if self.rejected_tokens:
-            values["rejected_log_prob"] = self.rejected_log_prob / self.rejected_tokens
+        if self.num_chosen_tokens:
+            values["chosen_log_prob"] = self.chosen_log_prob / self.num_chosen_tokens
+        if self.num_rejected_tokens:
+            values["rejected_log_prob"] = self.rejected_log_prob / self.num_rejected_tokens
         return values
 
 
-def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
+def with_zero_rewards(sums: Sequence[float]) -> Sequence[float]:
     """Set all rewards to zero, as they are for a model that is still its own reference.
 
     Rounding errors would otherwise put half of the answers on the right side.
     """
-    zeros = {"num_right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
+    zeros = {"num_correct": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
     return astuple(replace(PreferenceSums(*sums), **zeros))
 
 
@@ -139,7 +139,7 @@ def compute_metrics(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceObjective:
     """An objective on pairs, or for kto on labeled answers.
 
     ``sft_weight`` times the mean negative log-probability of the chosen answer's tokens is added to
@@ -274,8 +274,8 @@ def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.T
     """
     num_tokens_P2 = (
         pairs.num_loss_tokens_P2
-        if pairs.num_own_loss_tokens_P2 is None
-        else pairs.num_own_loss_tokens_P2
+        if pairs.num_local_loss_tokens_P2 is None
+        else pairs.num_local_loss_tokens_P2
     )
     counts = num_tokens_P2.flatten()
     # In fp64: values are added one by one, and in fp32 a sum over 8,000 tokens would be off by 1e-6
@@ -288,4 +288,4 @@ def make_objective(tune: TuneConfig) -> Objective:
     """Return the objective of a run."""
     if tune.objective == "sft":
         return TokenSum()
-    return Preference(tune.objective, **tune.coefficients)
+    return PreferenceObjective(tune.objective, **tune.coefficients)

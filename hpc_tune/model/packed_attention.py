@@ -100,7 +100,7 @@ def _patch_packed_sequence_search() -> None:
 
     @functools.wraps(original_function)
     def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if batch_context.batch.share is not None:
+        if batch_context.batch.row_sharing is not None:
             return None
         if (starts := batch_context.batch.starts) is None:
             document_ids_BT: torch.Tensor | None = original_function(position_ids)
@@ -138,7 +138,7 @@ def _wrap_with_positions(original_function: Callable[..., Any]) -> Callable[...,
 def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    if batch_context.batch.share is not None:
+    if batch_context.batch.row_sharing is not None:
         return _encode_shared_row_window(options)
     starts, window = batch_context.batch.starts, options.get("local_size")
     has_documents = batch_context.batch.documents or starts is not None
@@ -166,7 +166,7 @@ def _encode_shared_row_window(options: dict[str, Any]) -> torch.Tensor | None:
     if window is None:
         return None
     return varlen_attention.encode_window(
-        window, batch_context.batch.whole_row_starts.starts_N.device
+        window, batch_context.batch.whole_row_document_starts.starts_N.device
     )
 
 
@@ -187,14 +187,14 @@ def _attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     inputs = query_BHTD, key_BKTD, value_BKTD
-    if batch_context.batch.share is None:
-        return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
+    if batch_context.batch.row_sharing is None:
+        return _attend_unshared_rows(module, *inputs, attention_mask, dropout, scaling, **options)
     window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
     call = _SharedRowsAttention(module, window, dropout, scaling, options)
-    share = batch_context.batch.share
-    attend = call.attend_own_queries if share.part.is_head_tail else call.attend_own_heads
-    cast_inputs = map(varlen_attention.cast_to_autocast, inputs)  # before they are sent
-    return share.attend(attend, *cast_inputs), None
+    row_sharing = batch_context.batch.row_sharing
+    attend = call.attend_own_queries if row_sharing.part.is_head_tail else call.attend_own_heads
+    cast_inputs = map(varlen_attention.cast_to_autocast_dtype, inputs)  # before they are sent
+    return row_sharing.attend(attend, *cast_inputs), None
 
 
 @dataclass(frozen=True)
@@ -213,42 +213,48 @@ class _SharedRowsAttention:
         """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
         heads, groups = query_BHTD.shape[1], key_BKTD.shape[1]
-        rank_part = RankHeadsView(self.module, rank, batch.share.part.size, heads, groups)
+        rank_part = RankHeadsView(self.module, rank, batch.row_sharing.part.size, heads, groups)
         options = {name: rank_part.shard_to_rank(value) for name, value in self.options.items()}
-        if batch.share.uses_eager:
+        if batch.row_sharing.uses_eager:
             return self._attend_eagerly(
-                rank_part, options, inputs, batch.whole_row_starts.mask_B1TT(window)
+                rank_part, options, inputs, batch.whole_row_document_starts.mask_B1TT(window)
             )
         mask = None
         if batch.starts is not None and (window is None or batch.starts.supports_windows):
             if window is not None:
                 mask = varlen_attention.encode_window(window, query_BHTD.device)
         elif window is not None or not batch.documents:
-            mask = batch.whole_row_starts.mask_B1TT(window)
-        return _attend_rows(rank_part, *inputs, mask, self.dropout, self.scaling, **options)[0]
+            mask = batch.whole_row_document_starts.mask_B1TT(window)
+        return _attend_unshared_rows(
+            rank_part, *inputs, mask, self.dropout, self.scaling, **options
+        )[0]
 
     def attend_own_queries(
         self, rank: int, query_BHSD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
-        share, parts = batch.share, batch.document_parts_by_rank[rank]
+        row_sharing, parts = batch.row_sharing, batch.document_parts_by_rank[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        if batch.starts is not None and share.kernel_supports_parts and not share.uses_eager:
+        if (
+            batch.starts is not None
+            and row_sharing.kernel_supports_parts
+            and not row_sharing.uses_eager
+        ):
             query, key, value = _pad_heads(*inputs)
             takes_window = window is None or batch.starts.supports_windows
             if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
                 out_BSHD = varlen_attention.attend_parts(query, key, value, parts, scale, window)
                 return _unpad_heads(out_BSHD, value_BKTD)
-        elif batch.documents and window is None and not (self.dropout or share.uses_eager):
+        elif batch.documents and window is None and not (self.dropout or row_sharing.uses_eager):
             query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
             key, value = parts.take_keys(key_BKTD), parts.take_keys(value_BKTD)
             out = tiled_attention(query, key, value, parts.spans, scale, parts.num_earlier_keys)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
         positions_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
-        positions_S = replace(share.part, rank=rank).shard_to_rank(positions_T, 0)
-        mask_B1ST = batch.whole_row_starts.mask_B1ST(positions_S, window)
-        if share.uses_eager:
+        positions_S = replace(row_sharing.part, rank=rank).shard_to_rank(positions_T, 0)
+        mask_B1ST = batch.whole_row_document_starts.mask_B1ST(positions_S, window)
+        if row_sharing.uses_eager:
             return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)
         kwargs = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
         return _attend_with_mask(self.module, *inputs, mask_B1ST, **kwargs)[0]
@@ -276,7 +282,7 @@ def _attend_with_mask(*inputs: Any, **options: Any) -> tuple[torch.Tensor, None]
     return out
 
 
-def _attend_rows(
+def _attend_unshared_rows(
     module: Any,
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,
@@ -292,7 +298,7 @@ def _attend_rows(
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     inputs = query_BHTD, key_BKTD, value_BKTD
     if starts is not None and (attention_mask is None or window is not None):
-        query, key, value = _pad_heads(*map(varlen_attention.cast_to_autocast, inputs))
+        query, key, value = _pad_heads(*map(varlen_attention.cast_to_autocast_dtype, inputs))
         is_self = query.shape[2] == key.shape[2]
         if is_self and varlen_attention.is_supported(query, key, value, dropout):
             out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
@@ -313,7 +319,7 @@ def _attend_rows(
             )
         return _join_documents(parts, query_BHTD), None
     # Rotary positions leave queries and keys in fp32.
-    query, key, value = map(varlen_attention.cast_to_autocast, inputs)
+    query, key, value = map(varlen_attention.cast_to_autocast_dtype, inputs)
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
     return tiled_attention(query, key, value, spans, scale), None
 

@@ -23,8 +23,8 @@ from hpc_tune.model.experts import find_expert_modules
 from hpc_tune.model.float8 import Float8Linear, Float8Stack
 from hpc_tune.model.grouped_experts import (
     can_group_experts,
-    packing_name,
     stack_names,
+    unpacker_module_name,
     use_grouped_experts,
 )
 from hpc_tune.model.layers import find_blocks, find_unquantized_layers
@@ -105,8 +105,8 @@ class FourBitLinear(nn.Linear):
         """
         from bitsandbytes.functional import dequantize_4bit
 
-        rows = 1 if self.num_values % BLOCK_SIZE else self.num_values // BLOCK_SIZE
-        state = self._quant_state((rows, self.num_values // rows))
+        num_rows = 1 if self.num_values % BLOCK_SIZE else self.num_values // BLOCK_SIZE
+        state = self._quant_state((num_rows, self.num_values // num_rows))
         return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class _FourBitMatmul(torch.autograd.Function):
 class FourBitStack(nn.Module):
     """The format of a packed stack of experts; the bytes stay the experts' own parameter.
 
-    The bytes are E x 1 x ``row_bytes``. A row holds two codes per byte, padded to a whole block;
+    The bytes are E x 1 x ``expert_bytes``. A row holds two codes per byte, padded to a whole block;
     one byte per block for its scale; then in fp32 a scale for each 256 of these, and their mean.
     """
 
@@ -194,7 +194,7 @@ class FourBitStack(nn.Module):
         self.shape, self.compute_dtype = stack.shape, dtype
         self.num_scales = -(-stack[0].numel() // BLOCK_SIZE)
         num_outer_scales = -(-self.num_scales // SCALES_BLOCK_SIZE)
-        self.part_bytes = (
+        self.section_bytes = (
             self.num_scales * BLOCK_SIZE // 2,
             self.num_scales,
             4 * num_outer_scales,
@@ -204,14 +204,14 @@ class FourBitStack(nn.Module):
         self.register_buffer("scales_code", code, persistent=False)
 
     @property
-    def row_bytes(self) -> int:
+    def expert_bytes(self) -> int:
         """Bytes of an expert, rounded up to a multiple of 16."""
-        return -(-sum(self.part_bytes) // 16) * 16
+        return -(-sum(self.section_bytes) // 16) * 16
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
         """Shape of the packed bytes."""
-        return self.shape[0], 1, self.row_bytes
+        return self.shape[0], 1, self.expert_bytes
 
     @property
     def num_values(self) -> int:
@@ -223,7 +223,7 @@ class FourBitStack(nn.Module):
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         codes, scales, outer_scales, mean, *_ = packed_E1N[:, 0].split(
-            [*self.part_bytes, self.row_bytes - sum(self.part_bytes)], dim=1
+            [*self.section_bytes, self.expert_bytes - sum(self.section_bytes)], dim=1
         )
         code = self.get_buffer("scales_code").view(torch.float32)
         scales_EB = code[scales.int()]
@@ -275,7 +275,7 @@ class FourBitStack(nn.Module):
                 scales.append(absmax)
                 row[position : position + len(codes)].copy_(codes.flatten())
             *parts, _ = _quantize_scales(torch.cat(scales))
-            position = self.part_bytes[0]
+            position = self.section_bytes[0]
             for values in parts:
                 row[position : position + len(values)].copy_(values)
                 position += len(values)
@@ -310,8 +310,8 @@ class _StoredMatrix:
 
     index: TensorIndex | ShapeIndex
     stored_name: str
-    rows: int
-    width: int
+    num_rows: int
+    num_columns: int
     stack_index: tuple[int, ...] = ()
 
     def quantize_pieces(
@@ -327,15 +327,19 @@ class _StoredMatrix:
         from bitsandbytes.functional import quantize_4bit
 
         # Pieces end at the ends of blocks.
-        unit = BLOCK_SIZE // math.gcd(BLOCK_SIZE, self.width)
-        step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
-        for first in range(0, self.rows, step):
-            shape = (*(1 for _ in self.stack_index), min(step, self.rows - first), self.width)
+        unit = BLOCK_SIZE // math.gcd(BLOCK_SIZE, self.num_columns)
+        step = max(unit, PIECE_BYTES // (4 * self.num_columns) // unit * unit)
+        for first in range(0, self.num_rows, step):
+            shape = (
+                *(1 for _ in self.stack_index),
+                min(step, self.num_rows - first),
+                self.num_columns,
+            )
             piece, offset = torch.empty(shape, dtype=dtype), (*self.stack_index, first, 0)
             self.index.fill(piece, self.stored_name, offset, reserve)
             self.index.require_finite(piece, self.stored_name, offset)
             codes, state = quantize_4bit(piece.to(device), blocksize=BLOCK_SIZE, quant_type="nf4")
-            yield first * self.width // 2, codes, state.absmax
+            yield first * self.num_columns // 2, codes, state.absmax
 
 
 def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -386,7 +390,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
         for name in stack_names(experts):
             values = experts.get_parameter(name)
             stack = FourBitStack(values, dtype) if in_4_bits else Float8Stack(values, dtype)
-            experts.add_module(packing_name(name), stack)
+            experts.add_module(unpacker_module_name(name), stack)
             packed = torch.empty(stack.packed_shape, dtype=torch.uint8, device="meta")
             experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
     use_grouped_experts(blocks)
@@ -398,7 +402,7 @@ def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
         if isinstance(layer, PackedLinear):
             yield f"{path}.weight", layer
         elif isinstance(layer, PackedStack):
-            yield path.removesuffix(packing_name("")), layer
+            yield path.removesuffix(unpacker_module_name("")), layer
 
 
 def unpack_linears(module: nn.Module) -> nn.Module:

@@ -22,10 +22,10 @@ from hpc_tune.model.config_json import value_shared_by_layers
 
 _FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its own parameters
 # Their max_position_embeddings is the unscaled length.
-_KINDS_WITH_UNSCALED_LENGTH = ("linear", "dynamic")
+_ROPE_TYPES_WITH_UNSCALED_LENGTH = ("linear", "dynamic")
 _MAX_POSITIONS_KEY = "max_position_embeddings"
 # Scales queries by position relative to ORIGINAL_LENGTH_KEY.
-_ATTENTION_SCALE = "llama_4_scaling_beta"
+_ATTENTION_SCALE_KEY = "llama_4_scaling_beta"
 _DEFAULT_ROPE_TYPE = "default"  # to transformers: frequencies that never change
 
 
@@ -88,7 +88,7 @@ def apply_rope_scaling_to_json(
     # Phi-3 reads it from there.
     if ORIGINAL_LENGTH_KEY in scaling and hasattr(text_config, ORIGINAL_LENGTH_KEY):
         part[ORIGINAL_LENGTH_KEY] = scaling[ORIGINAL_LENGTH_KEY]
-    positions = _scaled_positions(text_config, _rotary_parameters(config), scaling)
+    positions = _scaled_max_positions(text_config, _rotary_parameters(config), scaling)
     if positions is not None:
         part[_MAX_POSITIONS_KEY] = positions
     return part if name is None else {**content, name: part}
@@ -99,12 +99,12 @@ def _replace_scaling(
 ) -> dict[str, Any]:
     """Return ``scaling`` and those of ``old_parameters`` that belong to no scaling."""
     parameters = {key: value for key, value in old_parameters.items() if key not in SCALING_KEYS}
-    if _ATTENTION_SCALE in old_parameters and ORIGINAL_LENGTH_KEY in old_parameters:
+    if _ATTENTION_SCALE_KEY in old_parameters and ORIGINAL_LENGTH_KEY in old_parameters:
         parameters[ORIGINAL_LENGTH_KEY] = old_parameters[ORIGINAL_LENGTH_KEY]
     return parameters | {key: value for key, value in scaling.items() if key != _MAX_POSITIONS_KEY}
 
 
-def _scaled_positions(
+def _scaled_max_positions(
     text_config: Any, old_parameters: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> int | None:
     """Return max_position_embeddings of a scaled model, or None if it does not change.
@@ -183,12 +183,12 @@ def require_scaling_support(model: nn.Module, scaling: Mapping[str, Any]) -> Non
 def position_limit(config: Any, scaling: Mapping[str, Any] | None) -> int | None:
     """Return the longest text, in tokens, that a language model's positions are meant for."""
     positions: int | None = getattr(config, _MAX_POSITIONS_KEY, None)
-    if positions and scaling and scaling["rope_type"] in _KINDS_WITH_UNSCALED_LENGTH:
+    if positions and scaling and scaling["rope_type"] in _ROPE_TYPES_WITH_UNSCALED_LENGTH:
         return int(positions * scaling["factor"])
     return positions
 
 
-def has_length_scaling(config: Any) -> bool:
+def has_length_dependent_scaling(config: Any) -> bool:
     """Whether transformers would scale this model's positions by the text's length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]

@@ -107,7 +107,7 @@ class RowCollectives:
     reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class RankShare:
+class RankSharedRows:
     """One rank's share of the rows, which communicates with the ranks that hold the rest."""
 
     def __init__(
@@ -126,7 +126,7 @@ class RankShare:
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
-        total: torch.Tensor = _SumOfShares.apply(x, self._collectives)
+        total: torch.Tensor = _SumOverRanks.apply(x, self._collectives)
         return total
 
     def _exchange_heads(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class RankShare:
     def _gather_keys_and_values(self, inputs_BKSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return keys and values of all tokens in order, BKTD."""
         sent_BSF = torch.cat([x.transpose(1, 2).flatten(2) for x in inputs_BKSD], -1)
-        gathered_RSF: torch.Tensor = _Gather.apply(sent_BSF, self._collectives, self.part.size)
+        gathered_RSF: torch.Tensor = _AllGather.apply(sent_BSF, self._collectives, self.part.size)
         gathered_BTF = join_head_tail(gathered_RSF.unflatten(0, (self.part.size, -1)))
         widths = [x.shape[1] * x.shape[3] for x in inputs_BKSD]
         return [
@@ -187,7 +187,7 @@ class _AllToAll(torch.autograd.Function):
         return out_CNF, None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """Gathers the rows of all ranks, R = C B; gradients are summed on the rank of each row."""
 
     @staticmethod
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
         return out_BSF, None, None
 
 
-class _SumOfShares(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collectives: RowCollectives) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -264,7 +264,7 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     Rows are padded to a multiple of the number of slices. Labels and positions are cut as they are:
     the label of a slice's last token is the first token of the next slice. ``document_lengths``,
     ``padding`` and pairs still describe whole rows, except
-    ``PreferencePairs.num_own_loss_tokens_P2``.
+    ``PreferencePairs.num_local_loss_tokens_P2``.
     """
     num_added = -batch.tokens_BT.shape[1] % part.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
@@ -293,8 +293,9 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
         document_lengths=lengths,
         padding=padding,
         pairs=batch.pairs
-        and replace(batch.pairs, num_own_loss_tokens_P2=loss_tokens.num_loss_tokens_P2),
-        mismatched=batch.mismatched and shard_batch_to_rank(batch.mismatched, part),
+        and replace(batch.pairs, num_local_loss_tokens_P2=loss_tokens.num_loss_tokens_P2),
+        mismatched_batch=batch.mismatched_batch
+        and shard_batch_to_rank(batch.mismatched_batch, part),
         weights_N=loss_tokens.weights_N,
     )
 

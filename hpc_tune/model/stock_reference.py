@@ -310,7 +310,7 @@ def _shrink_token_id(name: str, value: Any) -> Any:
 # -- Stock losses and gradients.
 
 
-MAX_VALUES = 64_000_000
+MAX_MODEL_VALUES = 64_000_000
 _STANDARD_DEVIATION = 0.03  # of the noise on all initial values, so that none is zero or one
 _MAX_DRAWS = 5  # draws of values, at most; the last ones are used even if tied
 _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
@@ -334,7 +334,7 @@ class TopKGapRecorder(TorchDispatchMode):
         self.smallest_gap = float("inf")
 
     @property
-    def is_tied(self) -> bool:
+    def has_tie(self) -> bool:
         """Whether rounding may have decided a choice: summing in another order could change it."""
         return self.smallest_gap < _TIE_TOLERANCE
 
@@ -362,7 +362,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        UncheckableArchitecture: if transformers can make none, or none of at most ``MAX_VALUES``
+        UncheckableArchitecture: if transformers can make none, or none of at most ``MAX_MODEL_VALUES``
         values.
     """
     with fast_imports():
@@ -384,7 +384,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
             )
             with torch.device("meta"):
                 model = auto_model_class(config).from_config(small, dtype=torch.float32)
-            if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
+            if (values := sum(p.numel() for p in model.parameters())) > MAX_MODEL_VALUES:
                 reason = reason or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):
@@ -458,7 +458,7 @@ def compute_reference_losses(
         write_small_model(config, directory, seed)
         with TopKGapRecorder() as choices:
             reference = compute_stock_losses(directory, documents)
-        if not choices.is_tied:
+        if not choices.has_tie:
             break
     return reference
 

@@ -181,7 +181,7 @@ class PlainTensor(TensorSource):
             # safetensors maps a file privately and copies nothing on the CPU.
             tensor: torch.Tensor = self.files.open(piece.file).get_tensor(piece.stored_name)
         except (SafetensorError, OSError) as error:
-            raise self._read_error(piece, error) from None
+            raise self._make_read_error(piece, error) from None
         return tensor
 
     def _copy_overlap(
@@ -202,10 +202,10 @@ class PlainTensor(TensorSource):
                 reserve(2 * part.nbytes)
                 part.copy_(stored_slice[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
-            raise self._read_error(piece, error) from None
+            raise self._make_read_error(piece, error) from None
         return overlap.num_values
 
-    def _read_error(self, piece: StoredBox, error: Exception) -> HpcTuneError:
+    def _make_read_error(self, piece: StoredBox, error: Exception) -> HpcTuneError:
         reason = explain_open_failure(piece.file)
         return self.files.error(
             reason or f"{piece.file}: {piece.stored_name} cannot be read: {error}"
@@ -277,11 +277,11 @@ class ScaledTensor(TensorSource):
 
 
 BLOCK_VALUES, BLOCK_BYTES = 32, 16
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 # The values of each byte, 256 x 2.
-_BYTE_VALUES = torch.cartesian_prod(
-    *[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2
+_FP4_VALUES_BY_BYTE = torch.cartesian_prod(
+    *[torch.tensor([*_FP4_MAGNITUDES, *(-v for v in _FP4_MAGNITUDES)])] * 2
 ).flip(1)
 
 
@@ -308,7 +308,7 @@ class Mxfp4Stack(TensorSource):
         offset, shape = (expert, row, first), (1, rows, last - first)
         scales_ROG = self.scales.read(Box(offset, shape))
         blocks = self.blocks.read(Box((*offset, 0), (*shape, BLOCK_BYTES)))
-        pairs = _BYTE_VALUES.index_select(0, blocks.flatten().int())
+        pairs = _FP4_VALUES_BY_BYTE.index_select(0, blocks.flatten().int())
         powers = torch.pow(2.0, scales_ROG.int() - _EXPONENT_BIAS)
         values_EOI = (pairs.view(*shape, BLOCK_VALUES) * powers.unsqueeze(-1)).flatten(2)
         return values_EOI[..., column - first * BLOCK_VALUES :][..., :columns].transpose(1, 2)
@@ -484,10 +484,10 @@ def _apply_conversion(
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 
-_Groups = list[list[JoinedTensor]]
+_TensorGroups = list[list[JoinedTensor]]
 
 
-def _apply_merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
+def _apply_merge(operation: Any, groups: _TensorGroups, _: Any) -> _TensorGroups:
     """MergeModulelist: stack the tensors of each group."""
     return [[_stack_tensors(group, operation.dim)] for group in groups]
 
@@ -516,7 +516,7 @@ def _drop_item(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _apply_concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
+def _apply_concatenate(operation: Any, groups: _TensorGroups, _: Any) -> _TensorGroups:
     return [[_concatenate_tensors([tensor for group in groups for tensor in group], operation.dim)]]
 
 
@@ -537,7 +537,9 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     return JoinedTensor.from_parts(_replace_item(_drop_item(first.shape, dim), dim, start), parts)
 
 
-def _apply_transpose(operation: Any, groups: _Groups, target: tuple[int, ...] | None) -> _Groups:
+def _apply_transpose(
+    operation: Any, groups: _TensorGroups, target: tuple[int, ...] | None
+) -> _TensorGroups:
     """Transpose: swap two axes; with ``check_dims`` only if the shape is not yet ``target``."""
 
     def swap_axes(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -560,7 +562,7 @@ def _apply_transpose(operation: Any, groups: _Groups, target: tuple[int, ...] | 
     return [[transpose_tensor(tensor) for tensor in group] for group in groups]
 
 
-_OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
+_OPERATIONS: Mapping[str, Callable[[Any, _TensorGroups, Any], _TensorGroups]] = {
     "MergeModulelist": _apply_merge,
     "Concatenate": _apply_concatenate,
     "Transpose": _apply_transpose,

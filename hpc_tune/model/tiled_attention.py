@@ -203,22 +203,22 @@ def _make_tiling(
         group_size = max(1, MAX_SCORES // (num_heads * tile * (e + length)))
         for part in (members[n : n + group_size] for n in range(0, len(members), group_size)):
             starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
-            tokens, is_padding = _pad_indices(starts, lengths, length)
+            tokens, is_padding = _make_padded_indices(starts, lengths, length)
             keys, is_key_padding = tokens, is_padding
             if num_earlier_keys:
-                keys, is_key_padding = _pad_indices(key_starts, e + lengths, e + length)
+                keys, is_key_padding = _make_padded_indices(key_starts, e + lengths, e + length)
             groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
             key_padding.append(is_key_padding)
-    indices = _find_indices(
+    indices = _find_token_positions(
         [(g.token_indices, g.is_padding) for g in groups], num_rows * num_tokens
     )
     if not num_earlier_keys:
         return _Tiling(groups, indices, indices, tile)
     key_groups = zip((g.key_indices for g in groups), key_padding, strict=True)
-    return _Tiling(groups, indices, _find_indices(list(key_groups), keys_start), tile)
+    return _Tiling(groups, indices, _find_token_positions(list(key_groups), keys_start), tile)
 
 
-def _pad_indices(
+def _make_padded_indices(
     starts: torch.Tensor, lengths: torch.Tensor, padded_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``padded_length`` places for each document, and which of them are padding."""
@@ -227,7 +227,7 @@ def _pad_indices(
     return indices.flatten(), (offsets >= lengths).flatten()
 
 
-def _find_indices(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
+def _find_token_positions(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
     """Return the place of each token in the concatenated groups, skipping padding."""
     tokens, is_padding = (torch.cat(parts) for parts in zip(*groups, strict=True))
     indices = torch.empty(num_tokens, dtype=torch.int64)

@@ -26,7 +26,7 @@ from hpc_tune.model.language import refuse_remote_code, require_model_directory
 
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-WHOLE_FILE_CLASS = "PreTrainedTokenizerFast"  # transformers 5 calls it TokenizersBackend
+TOKENIZER_FILE_CLASS = "PreTrainedTokenizerFast"  # transformers 5 calls it TokenizersBackend
 PROBE_TEXTS = (
     "In  2023 there were 650841823 people in 12 cities; 3.14159, 1,000,000 and 0x7f.",
     "\n  It's what we'LL see:\r\n\r\n\tthe   end...  ",
@@ -38,7 +38,7 @@ PROBE_TEXTS = (
     "👍🏽 👩‍👩‍👧 🇳🇴 \u00a0\u200b\u3000x∑∞≠≤ \u2581a\x01",
     " leading", "  two", "trailing ", "A", "a\n\nb", "1", "12345678901",
 )  # fmt: skip
-_NUM_PIECES = 512
+_NUM_VOCABULARY_PIECES = 512
 _NUM_SPECIAL_TOKENS = 64
 _MAX_SHOWN_TOKENS = 12
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -78,7 +78,7 @@ def ensure_tokenizer_matches_file(tokenizer: Any, directory: Path) -> Any:
         directory,
         type(tokenizer).__name__,
         class_difference,
-        WHOLE_FILE_CLASS,
+        TOKENIZER_FILE_CLASS,
     )
     _copy_special_tokens(file_tokenizer, tokenizer)
     return file_tokenizer
@@ -110,7 +110,9 @@ def fix_exported_tokenizer_class(tokenizer: Any, out: Path) -> None:
     texts = _make_probe_texts(tokenizer.backend_tokenizer)
     if _compare_auto_tokenizer(out, tokenizer, texts) is None:
         return
-    settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": WHOLE_FILE_CLASS}
+    settings = json.loads(file.read_text(encoding="utf-8")) | {
+        "tokenizer_class": TOKENIZER_FILE_CLASS
+    }
     for role in _TOKEN_ROLES:
         if (text := getattr(tokenizer, role, None)) and not settings.get(role):
             settings[role] = str(text)
@@ -120,7 +122,7 @@ def fix_exported_tokenizer_class(tokenizer: Any, out: Path) -> None:
             "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
             "read it, whatever tokenizer_class says: %s. Load it with %s.from_pretrained",
             difference,
-            WHOLE_FILE_CLASS,
+            TOKENIZER_FILE_CLASS,
         )
 
 
@@ -133,7 +135,7 @@ def may_have_own_class(directory: Path) -> bool:
     if not file.is_file() or not (directory / TOKENIZER_FILE).is_file():
         return False
     class_name = read_json_object(file).get("tokenizer_class")
-    is_whole = class_name in (WHOLE_FILE_CLASS, "TokenizersBackend", None)
+    is_whole = class_name in (TOKENIZER_FILE_CLASS, "TokenizersBackend", None)
     return not is_whole or (directory / "config.json").is_file()
 
 
@@ -219,12 +221,13 @@ def _make_probe_texts(raw_tokenizer: Any) -> list[str]:
     """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
     size, added_tokens = raw_tokenizer.get_vocab_size(), raw_tokenizer.get_added_tokens_decoder()
     pieces = [
-        raw_tokenizer.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))
+        raw_tokenizer.decode([number])
+        for number in range(0, size, max(1, size // _NUM_VOCABULARY_PIECES))
     ]
     rows = ["".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]
     rows += [" ".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]
-    controls = [token.content for token in added_tokens.values()][:_NUM_SPECIAL_TOKENS]
-    return [*PROBE_TEXTS, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
+    control_tokens = [token.content for token in added_tokens.values()][:_NUM_SPECIAL_TOKENS]
+    return [*PROBE_TEXTS, *rows, *(f"a {text} b{text}\n{text}c" for text in control_tokens)]
 
 
 def _copy_special_tokens(file_tokenizer: Any, tokenizer: Any) -> None:
@@ -255,16 +258,16 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
         fitting = [
             name for name, other in NAMED_TEMPLATES.items() if _has_all_tokens(other, tokenizer)
         ]
-        end = template.end or "the end token (eos_token)"
-        fault = f"{end} is no token of" if template.end else "there is none in"
+        end_token = template.end_token or "the end token (eos_token)"
+        fault = f"{end_token} is no token of" if template.end_token else "there is none in"
         advice = f"one whose tokens it has: {', '.join(fitting)}; or to " if fitting else ""
         raise DataError(
-            f"data.chat_template={chat_template} ends answers with {end}, and {fault} the "
+            f"data.chat_template={chat_template} ends answers with {end_token}, and {fault} the "
             f"tokenizer of {directory}: the model would not learn to stop. Set "
             f"data.chat_template to {advice}a file of your own that ends answers with one of the "
             "tokenizer's tokens; or take a model whose tokenizer has that end token"
         )
-    if missing := [text for text in template.controls if not _is_token(text, tokenizer)]:
+    if missing := [text for text in template.control_tokens if not _is_token(text, tokenizer)]:
         log.warning(
             "data.chat_template=%s: %s %s of the tokenizer of %s; they are cut into pieces like "
             "ordinary text: rows get longer, the model has to learn them from scratch, and cannot "
@@ -278,13 +281,13 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
 
 def _has_all_tokens(template: NamedTemplate, tokenizer: Any) -> bool:
     return _has_end_token(template, tokenizer) and all(
-        _is_token(text, tokenizer) for text in template.controls
+        _is_token(text, tokenizer) for text in template.control_tokens
     )
 
 
 def _has_end_token(template: NamedTemplate, tokenizer: Any) -> bool:
-    end = template.end or tokenizer.eos_token
-    return end is not None and _is_token(end, tokenizer)
+    end_token = template.end_token or tokenizer.eos_token
+    return end_token is not None and _is_token(end_token, tokenizer)
 
 
 def _is_token(text: str, tokenizer: Any) -> bool:

@@ -60,10 +60,10 @@ def use_plain_functions_on_cpu(model: nn.Module) -> None:
         for attribute, function in list(vars(code).items()):
             source_file = getattr(getattr(function, "__code__", None), "co_filename", "")
             if source_file == hub_kernels.__file__ and hasattr(function, "__wrapped__"):
-                setattr(code, attribute, _choose_by_device(function))
+                setattr(code, attribute, _dispatch_by_device(function))
 
 
-def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatch_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     plain_function: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
     parameters = inspect.signature(plain_function).parameters
 

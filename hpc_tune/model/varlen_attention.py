@@ -29,7 +29,7 @@ from hpc_tune.world.device import FLASH_ATTENTION_PACKAGES, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Values per head: torch pads others only for its own attention.
-MAX_VALUES, HEAD_DIM_MULTIPLE = 256, 8
+MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 # Tolerance relative to the norm. Rounding results to the dtype gives an error of 0.2 eps, rounding
 # the probabilities up to 1 eps more; a start that is off by one token gives 16 eps in bf16, whose
 # eps is the largest.
@@ -190,7 +190,7 @@ def decode_window(mask: torch.Tensor) -> int | None:
     return mask.shape[3] if is_mark else None
 
 
-def cast_to_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_to_autocast_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """Cast a tensor to autocast's dtype, as torch does for its own attention."""
     device_type = tensor.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -209,7 +209,7 @@ def is_supported(
         and query_BHTD.dtype in DTYPES
         and key_BKTD.shape == value_BKTD.shape
         and key_BKTD.shape[-1] == head_dim
-        and head_dim <= MAX_VALUES
+        and head_dim <= MAX_HEAD_DIM
         and head_dim % HEAD_DIM_MULTIPLE == 0
     )
 

@@ -47,7 +47,7 @@ from hpc_tune.model.tensor_sources import (
 # -- NaN and inf among the values of a tensor.
 
 
-_MAX_PARTS = 64  # parts of the rows that are searched one after the other
+_MAX_SEARCH_PARTS = 64  # parts of the rows that are searched one after the other
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_non_finite(tensor: torch.Tensor) -> NonFiniteValue | None:
         return None
     if not tensor.dim():
         return NonFiniteValue(tensor.item(), ())
-    step = -(-len(tensor) // _MAX_PARTS)
+    step = -(-len(tensor) // _MAX_SEARCH_PARTS)
     parts = enumerate(tensor.split(step))
     number, part = next((number, part) for number, part in parts if not _is_finite(part))
     position = tuple(torch.nonzero(~part.isfinite())[0].tolist())
@@ -109,7 +109,7 @@ def is_lora_b(name: str) -> bool:
 
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
-SHARDS_FILE = "model.safetensors.index.json"
+SHARD_INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
@@ -337,12 +337,12 @@ def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
 
     If there are both a model.safetensors and shards, transformers takes the former.
     """
-    index_file = directory / SHARDS_FILE
+    index_file = directory / SHARD_INDEX_FILE
     single = directory / "model.safetensors"
     names = _read_shard_names(index_file) if index_file.exists() else []
     if single.exists() and single.name not in names:
         ignored_weights = (
-            f"{SHARDS_FILE} and its {len(names)} files, as model.safetensors takes precedence"
+            f"{SHARD_INDEX_FILE} and its {len(names)} files, as model.safetensors takes precedence"
         )
         return [single], (ignored_weights,) if names else ()
     if names:
@@ -354,7 +354,7 @@ def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
         )
     other_names = sorted(file.name for file in directory.glob("*.safetensors"))
     raise DataError(
-        f"{directory}: no model.safetensors and no {SHARDS_FILE} in it"
+        f"{directory}: no model.safetensors and no {SHARD_INDEX_FILE} in it"
         + (f"; {other_names[0]} is not in transformers' form" if other_names else "")
     )
 
@@ -538,16 +538,24 @@ def _read_quantization(directory: Path) -> dict[str, Any]:
 # A model and its instruct version have the same names, shapes and config.json.
 
 
-_IGNORED_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_IGNORED_CONFIG_KEYS = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+)
 _MAX_SAMPLED_TENSORS = 1024  # takes a second on a parallel file system
-_SAMPLE_SIZE = 64  # per tensor: versions that were trained further differ in nearly all of them
+_NUM_SAMPLED_VALUES = (
+    64  # per tensor: versions that were trained further differ in nearly all of them
+)
 
 
 def hash_architecture(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over the names and shapes of a model's tensors and over its config.json."""
     shapes = sorted((name, list(index.shapes[name])) for name in index.stored_names)
     config = read_config_json(directory)
-    fields = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    fields = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     return hashlib.sha256(json.dumps([shapes, fields], sort_keys=True).encode()).hexdigest()
 
 
@@ -561,7 +569,7 @@ def fingerprint_weights(index: TensorIndex) -> str:
     """
     names = sorted(index.stored_names, key=_pseudorandom_sort_key)[:_MAX_SAMPLED_TENSORS]
     names_by_file = sorted(names, key=lambda name: str(index.sources[name].file))
-    hashes = {name: _hash_middle(index, name) for name in names_by_file}
+    hashes = {name: _hash_middle_values(index, name) for name in names_by_file}
     digest = hashlib.sha256()
     for name in sorted(hashes):
         digest.update(f"{name} {hashes[name]}\n".encode())
@@ -573,14 +581,14 @@ def _pseudorandom_sort_key(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def _hash_middle(index: TensorIndex, name: str) -> str:
+def _hash_middle_values(index: TensorIndex, name: str) -> str:
     """Return a hash over the values in the middle of a tensor, as bf16."""
     shape = index.shapes[name]
     if not all(shape):
         return "empty"
     box = [1] * len(shape)
     if shape:
-        box[-1] = min(shape[-1], _SAMPLE_SIZE)
+        box[-1] = min(shape[-1], _NUM_SAMPLED_VALUES)
     values = torch.empty(box, dtype=torch.float32)
     offset = tuple((size - box_size) // 2 for size, box_size in zip(shape, box, strict=True))
     index.fill(values, name, offset)

@@ -11,7 +11,7 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 # Assumed for a node if neither the arguments nor the job section say.
-_USUAL_NUM_RANKS, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES = 8, 80 << 30, 512 << 30
+_USUAL_RANKS_PER_NODE, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16_FLOPS = {
@@ -83,8 +83,8 @@ def requested_machine(
         uses_cpus = uses_cpus or (job.gpus_per_node == 0 and device_bytes is None)
         ranks_per_node = job.ranks_per_node
     elif ranks_per_node is None:
-        ranks_per_node = _USUAL_NUM_RANKS
-        assumptions.append(f"{_USUAL_NUM_RANKS} ranks per node (--gpus-per-node)")
+        ranks_per_node = _USUAL_RANKS_PER_NODE
+        assumptions.append(f"{_USUAL_RANKS_PER_NODE} ranks per node (--gpus-per-node)")
     if device_bytes is None and not uses_cpus:
         device_bytes = USUAL_DEVICE_BYTES
         assumptions.append(f"{format_bytes(USUAL_DEVICE_BYTES)} per GPU (--device-memory)")
@@ -117,14 +117,14 @@ def detect_machine(comm: Comm, host_bytes: int) -> Machine:
 class Cluster:
     """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
 
-    ``intra_node_*``: inside a node; ``inter_node_*``: between nodes, per network card. ``lanes``:
+    ``intra_node_*``: inside a node; ``inter_node_*``: between nodes, per network card. ``cards_per_node``:
     network cards of a node. ``host_bytes_per_s``: between a GPU and its node's memory.
     """
 
     flops: float
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
-    lanes: int
+    cards_per_node: int
     host_bytes_per_s: float
     intra_node_latency_s: float = 10e-6
     inter_node_latency_s: float = 20e-6

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpc_tune.checkpoint.export import merge_bytes
+from hpc_tune.checkpoint.export import estimate_merge_bytes
 from hpc_tune.config.data import DataForm
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
@@ -26,16 +26,16 @@ from hpc_tune.memory.host import (
     FIRST_STEP_BYTES,
     FIRST_STEP_RETAINED_BYTES,
     GPU_RUNTIME_BYTES,
-    MERGE_BASE_BYTES,
+    MERGE_PROCESS_BASE_BYTES,
     MODEL_OBJECTS_BYTES,
     RANK_BASE_BYTES,
 )
-from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, MIN_PLANNED_SHARE, Phase
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, MIN_PLANNED_MEMORY_SHARE, Phase
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.plan.trace import TraceReport
-from hpc_tune.step.layout import Layout, num_groups
+from hpc_tune.step.layout import Layout, num_process_groups
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, max_activation_bytes, static_bytes
 from hpc_tune.world.pinned import next_power_of_two, pinned_blocks_bytes
@@ -76,7 +76,7 @@ class ModelBytes:
 
     ``trained``: all trained values, unsharded. ``largest_tensor``: as it is stored.
     ``largest_gathered_unit``: the most that is gathered at once: a block, its experts or a tensor.
-    ``is_full``: all weights are trained. ``mapped_share``: share of the frozen values that the
+    ``is_fully_trained``: all weights are trained. ``mapped_share``: share of the frozen values that the
     files hold in the form that is computed with, so that they can be mapped. ``other_saved_bytes``:
     what a checkpoint holds besides ``trained`` and two moments of the same size.
     ``largest_trained``: the largest tensor that is saved.
@@ -85,7 +85,7 @@ class ModelBytes:
     trained: int
     largest_tensor: int
     largest_gathered_unit: int
-    is_full: bool = False
+    is_fully_trained: bool = False
     mapped_share: float = 1.0
     other_saved_bytes: int = 0
     largest_trained: int = PIECE_BYTES
@@ -96,10 +96,10 @@ class MemorySettings:
     """The settings that decide memory besides the traced step.
 
     ``parallel`` has its layout decided. ``step_tokens``: tokens of one step that wait in a rank's
-    loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``is_governed``:
+    loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``has_governor``:
     memory.governor is on. ``save="gathered"`` models a tool that gathers all trained values and
     their optimizer state on one rank. ``has_reference``: the log-probabilities of all answers are
-    computed first, and 8 bytes per pair are kept. ``num_groups``: process groups of several ranks
+    computed first, and 8 bytes per pair are kept. ``num_process_groups``: process groups of several ranks
     that communicate (``step/layout.py``).
     """
 
@@ -107,11 +107,11 @@ class MemorySettings:
     checkpoint: CheckpointConfig
     step_tokens: int
     compile_threads: int | None = None
-    is_governed: bool = True
+    has_governor: bool = True
     save: SaveMethod = "streamed"
     form: DataForm = "answers"
     has_reference: bool = False
-    num_groups: int = 0
+    num_process_groups: int = 0
 
     @property
     def is_sharded(self) -> bool:
@@ -120,33 +120,33 @@ class MemorySettings:
         return parallel.zero_stage == 3 or uses_fsdp(parallel.shard or 1, parallel)
 
 
-def gpu_overhead_bytes(machine: Machine, num_groups: int) -> int:
+def gpu_overhead_bytes(machine: Machine, num_process_groups: int) -> int:
     """Return the bytes on a rank's device besides tensors: the context and NCCL's buffers."""
     device_bytes = machine.device_bytes or 0
     has_nvls = machine.ranks_per_node >= _MIN_NVLS_RANKS and device_bytes >= _MIN_NVLS_DEVICE_BYTES
-    nvls = NVLS_BYTES if has_nvls and num_groups else 0
-    return GPU_CONTEXT_BYTES + num_groups * NCCL_GROUP_BYTES + nvls
+    nvls = NVLS_BYTES if has_nvls and num_process_groups else 0
+    return GPU_CONTEXT_BYTES + num_process_groups * NCCL_GROUP_BYTES + nvls
 
 
-def process_bytes(machine: Machine) -> int:
+def process_bytes_on_device(machine: Machine) -> int:
     """Return the least that a rank's process itself takes of the memory of its tensors."""
     return 0 if machine.device_bytes else RANK_BASE_BYTES
 
 
-def upper_bound_bytes(
+def max_step_bytes(
     size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine
 ) -> int:
     """Return an upper bound of a rank's memory in a step (see ``max_activation_bytes``)."""
     tensors = static_bytes(size, layout) + max_activation_bytes(model, tokens)
     if machine.device_bytes is None:
-        return tensors + process_bytes(machine)
-    groups = num_groups(layout, uses_fsdp=layout.shard > 1)
+        return tensors + process_bytes_on_device(machine)
+    groups = num_process_groups(layout, uses_fsdp=layout.shard > 1)
     return int(tensors * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(machine, groups)
 
 
-def upper_bound_fits(maximum: int, machine: Machine) -> bool:
+def fits_without_plan(maximum: int, machine: Machine) -> bool:
     """Return whether a rank that takes at most ``maximum`` bytes surely fits and needs no plan."""
-    return maximum < MIN_PLANNED_SHARE * machine.bytes_per_rank
+    return maximum < MIN_PLANNED_MEMORY_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(
@@ -172,7 +172,7 @@ def memory_by_phase(
         if uses_cpu:
             return PhaseMemory(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(
-            machine, settings.num_groups
+            machine, settings.num_process_groups
         )
         host = process + step.offloaded + trace.moved_bytes + on_host
         return PhaseMemory(name, device, host, first)
@@ -200,8 +200,8 @@ def memory_by_phase(
             copy_bytes, first = _staging_bytes(state, machine, model, settings)
             on_host = buffers + piece + copy_bytes
             save_phase = phase(Phase.SAVE_IN_BACKGROUND, step.peak + leftover, on_host, first)
-            phases.append(replace(save_phase, optional=settings.is_governed))
-    merge = MERGE_BASE_BYTES + merge_bytes(model.largest_tensor)
+            phases.append(replace(save_phase, optional=settings.has_governor))
+    merge = MERGE_PROCESS_BASE_BYTES + estimate_merge_bytes(model.largest_tensor)
     return [*phases, PhaseMemory(Phase.MERGE, 0, 0, merge)]
 
 
@@ -214,7 +214,9 @@ def _staging_bytes(
     GPU's copies stay until the next save, so this phase takes no less than any that follows it.
     """
     parallel, staging_bytes = settings.parallel, settings.checkpoint.staging_bytes
-    is_distributed = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
+    is_distributed = parallel.zero_stage is not None or (
+        model.is_fully_trained and settings.is_sharded
+    )
     num_writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
     copy_bytes, on_gpu = state // max(1, num_writers), machine.device_bytes is not None
     if on_gpu:  # copied in whole blocks
@@ -244,7 +246,7 @@ def _step_bytes(
     trace: TraceReport, uses_cpu: bool, model: ModelBytes, settings: MemorySettings
 ) -> _StepBytes:
     parallel, is_sharded = settings.parallel, settings.is_sharded
-    frozen_bytes = 0 if model.is_full else trace.weight_bytes
+    frozen_bytes = 0 if model.is_fully_trained else trace.weight_bytes
     # On CPUs, unsharded frozen weights are mapped pages of the files, if stored in the same form.
     mapped_bytes = int(frozen_bytes * model.mapped_share) if uses_cpu and not is_sharded else 0
     idle, loaded = trace.idle_bytes - mapped_bytes, trace.loaded_bytes - mapped_bytes
@@ -258,7 +260,7 @@ def _step_bytes(
         # Shards stay on the host; gathered weights count as activations.
         gpu_bytes = trace.adapter_bytes * 4 if frozen_bytes else 0
         shard_bytes = idle - gpu_bytes
-        host_bytes = shard_bytes + _extra_pinned_bytes(trace.shards, model.is_full)
+        host_bytes = shard_bytes + _extra_pinned_bytes(trace.shards, model.is_fully_trained)
         return _StepBytes(
             gpu_bytes, gpu_bytes, peak - shard_bytes, evaluation - shard_bytes, host_bytes
         )
@@ -286,7 +288,7 @@ def _deepspeed_extra_pinned_bytes(trace: TraceReport, stage: int | None) -> int:
     return 2 * next_power_of_two(copy) - copy
 
 
-def _extra_pinned_bytes(shards: Mapping[int, int], is_full: bool) -> int:
+def _extra_pinned_bytes(shards: Mapping[int, int], is_fully_trained: bool) -> int:
     """Return the bytes that pinned blocks take beyond this rank's weight shards and gradients.
 
     ``shards``: how many weights have each size in bytes. Weights share blocks, but FSDP2 asks for a
@@ -295,7 +297,9 @@ def _extra_pinned_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
     padding_bytes = pinned_blocks_bytes(sizes) - sum(sizes)
-    return padding_bytes + (sum(map(next_power_of_two, sizes)) - sum(sizes) if is_full else 0)
+    return padding_bytes + (
+        sum(map(next_power_of_two, sizes)) - sum(sizes) if is_fully_trained else 0
+    )
 
 
 def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
@@ -385,7 +389,7 @@ def tokens_that_fit(
     """Return about how many tokens a micro-batch may have.
 
     ``free_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
-    ``left_bytes_at(rows, length, of_step)`` traces another micro-batch, while rows of ``of_step``
+    ``spare_bytes_at(rows, length, loader_row_len)`` traces another micro-batch, while rows of ``loader_row_len``
     tokens wait in the loader. Masks grow with the square of the length, so one more row takes at
     most twice what the second half of a row takes.
     """
@@ -402,7 +406,7 @@ def tokens_that_fit(
     )
 
 
-def _find_longest_row_len(left_bytes_at: Callable[[int], int], left_bytes: dict[int, int]) -> int:
+def _find_longest_row_len(spare_bytes_at: Callable[[int], int], left_bytes: dict[int, int]) -> int:
     """Return a length that fits, while 1.1 times that length does not.
 
     If more tokens always take more memory, 1.05 times the length does not fit either.
@@ -414,9 +418,9 @@ def _find_longest_row_len(left_bytes_at: Callable[[int], int], left_bytes: dict[
     """
     maximum = longer = max(left_bytes)
     shorter = longer // 64
-    if shorter == 0 or left_bytes_at(shorter) < 0:
+    if shorter == 0 or spare_bytes_at(shorter) < 0:
         return 0
-    left_bytes[shorter] = left_bytes_at(shorter)
+    left_bytes[shorter] = spare_bytes_at(shorter)
     fit: list[bool] = []
     while longer > max(1.05 * shorter, shorter + 1):
         share = left_bytes[shorter] / (left_bytes[shorter] - left_bytes[longer])
@@ -424,10 +428,10 @@ def _find_longest_row_len(left_bytes_at: Callable[[int], int], left_bytes: dict[
         if fit[-2:] in ([True, True], [False, False]):
             estimate, fit = math.sqrt(shorter * longer), []
         length = min(max(int(estimate), shorter + 1), longer - 1)
-        left_bytes[length] = left_bytes_at(length)
+        left_bytes[length] = spare_bytes_at(length)
         fit.append(left_bytes[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
-    while longer < (candidate := shorter * 11 // 10) < maximum and left_bytes_at(candidate) >= 0:
+    while longer < (candidate := shorter * 11 // 10) < maximum and spare_bytes_at(candidate) >= 0:
         shorter = candidate
     return shorter
 

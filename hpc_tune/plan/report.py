@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from hpc_tune.config.constraints import find_compile_obstacle
-from hpc_tune.config.init import PlannedSizes
+from hpc_tune.config.init import PlanPreview
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
@@ -66,16 +66,16 @@ from hpc_tune.plan.trace import (
     trace_step,
     trace_worst_rank,
 )
-from hpc_tune.step.layout import Layout, num_groups
+from hpc_tune.step.layout import Layout, num_process_groups
 from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.size import NUM_MOMENTS, ModelSize, measure
+from hpc_tune.step.size import NUM_MOMENTS, ModelSize, measure_model_size
 from hpc_tune.units import format_bytes, format_count, format_quantity
 
 # -- Remedies for a run that does not fit: settings, each planned before it is advised.
 
 
-_CHECK_LIMIT_S = 120.0  # for all plans that check remedies
-_SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that are estimated to fit
+_REMEDY_CHECKS_LIMIT_S = 120.0  # for all plans that check remedies
+_SHRINK_FACTORS = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that are estimated to fit
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def describe_sufficient_remedies(
     remedies: Sequence[Remedy], fits_with: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
     """Describe the remedies that are enough, or else the first few that are enough together."""
-    until_s = time.monotonic() + _CHECK_LIMIT_S
+    until_s = time.monotonic() + _REMEDY_CHECKS_LIMIT_S
     enough, not_enough, unchecked = [], [], []
     for remedy in remedies:
         if not remedy.changes:
@@ -132,7 +132,7 @@ def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
         yield remedy.changes
         return
     max_value, tried_values = remedy.changes[remedy.shrinkable_setting], set()
-    for share in _SHRINK_SHARES:
+    for share in _SHRINK_FACTORS:
         value = max(1, int(max_value * share))
         if value not in tried_values:
             tried_values.add(value)
@@ -309,7 +309,7 @@ def make_plan(
     dtype, seq_len = planned_dtype(model.dtype, uses_gpu), config.data.seq_len
     with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
         built_model = shape.build()
-        size = measure(built_model.module, config.optim.is_8bit)
+        size = measure_model_size(built_model.module, config.optim.is_8bit)
         has_experts = is_mixture_of_experts(built_model.module)
         if uses_gpu and not find_compile_obstacle(config.parallel, tune, train, has_experts):
             train = train.model_copy(update={"compile": True})
@@ -323,7 +323,7 @@ def make_plan(
             own_rows * seq_len,
             _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
-            *(save, tune.form, tune.has_reference, _num_groups(resolved, trains_tied)),
+            *(save, tune.form, tune.has_reference, _num_process_groups(resolved, trains_tied)),
         )
         fields = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = TracedStep(shape, *fields)
@@ -334,13 +334,13 @@ def make_plan(
         model_bytes = _model_bytes(shape, built_model, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
-        def left_bytes_at(rows: int, length: int, of_step: int) -> int:
+        def spare_bytes_at(rows: int, length: int, loader_row_len: int) -> int:
             trial_step = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
-            new_settings = replace(settings, step_tokens=own_rows * of_step)
+            new_settings = replace(settings, step_tokens=own_rows * loader_row_len)
             trial = adapt_to_deepspeed_zero(trace(trial_step), resolved)
             return spare_bytes(memory_by_phase(trial, machine, model_bytes, new_settings), machine)
 
-        tokens = tokens_that_fit(left_bytes_at, spare_bytes(phases, machine), micro_rows, seq_len)
+        tokens = tokens_that_fit(spare_bytes_at, spare_bytes(phases, machine), micro_rows, seq_len)
         offload = report.moved_bytes, micro_rows * seq_len
         tokens, bound_by = limit_tokens_by_host(tokens, phases, machine, *offload)
     plan = MemoryPlan(
@@ -443,9 +443,9 @@ def plan_from_json(text: str) -> MemoryPlan:
     return MemoryPlan(**tree | parsed_fields, remedies=remedies)
 
 
-def _num_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
+def _num_process_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
     has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
-    return num_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
+    return num_process_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
 
 
 def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
@@ -527,7 +527,7 @@ def _layout_text(resolved: ResolvedLayout) -> str:
 # -- The sizes of a new configuration, from a plan of its run.
 
 
-def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
+def preview_plan(file: Path, nodes: int, gpus: int) -> PlanPreview | None:
     """Return what the run of a configuration ``file`` needs on GPUs; None if it cannot be planned.
 
     It recomputes activations selectively if that fits a usual GPU, else fully.
@@ -548,4 +548,4 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
             break
     node_bytes = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in phases)
     host_gib_per_node = -(-int(node_bytes / HOST_LIMITS.max_share) >> 30)
-    return PlannedSizes(recompute, host_gib_per_node, device_bytes, USUAL_DEVICE_BYTES, fits)
+    return PlanPreview(recompute, host_gib_per_node, device_bytes, USUAL_DEVICE_BYTES, fits)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.constraints import conflicts_with_row_pieces
+from hpc_tune.config.constraints import find_row_piece_conflicts
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig, ModelConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.policy import STATE_SHARE
+from hpc_tune.memory.policy import MODEL_STATE_MEMORY_SHARE
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY_MODEL, write_tiny_model
 from hpc_tune.model.config_json import (
@@ -39,12 +39,12 @@ from hpc_tune.step.layout import (
     MeshCoordinates,
     format_choices,
     list_divisors,
+    pipeline_problems,
     row_sharing_problems,
-    staging_problems,
 )
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
-from hpc_tune.step.slices import gathers_keys, num_attended_heads, slicing_problems
+from hpc_tune.step.slices import gathers_keys, num_local_query_heads, slicing_problems
 from hpc_tune.units import format_bytes
 
 MIN_ROW_PIECE_TOKENS = 4096  # the least tokens of a piece of a row if row_pieces is "auto"
@@ -106,7 +106,7 @@ def choose_layout(
     With DeepSpeed, all ranks shard at ZeRO stage 3 and replicate at the others. Else axes that are
     set are kept; tensor and pipeline are 1 unless set; if one of replicate and shard is unset, it
     takes the remaining ranks. If both are unset, all ranks replicate if the model fits into
-    ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so that
+    ``MODEL_STATE_MEMORY_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so that
     weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes differ); else all
     ranks shard.
 
@@ -127,7 +127,10 @@ def choose_layout(
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     unsharded = Layout(num_left, 1, tensor, pipeline, context=parallel.context)
-    needed_bytes, limit_bytes = static_bytes(size, unsharded), int(bytes_per_rank * STATE_SHARE)
+    needed_bytes, limit_bytes = (
+        static_bytes(size, unsharded),
+        int(bytes_per_rank * MODEL_STATE_MEMORY_SHARE),
+    )
     sizes = f"{format_bytes(needed_bytes)} of {format_bytes(limit_bytes)}"
     if needed_bytes <= limit_bytes:
         return unsharded, f"each rank can hold its part of the model ({sizes})"
@@ -152,12 +155,16 @@ def choose_reshard(
 ) -> str:
     """Return parallel.reshard with ``auto`` decided.
 
-    It is "step" if a whole copy fits into ``STATE_SHARE`` of ``bytes_per_rank``.
+    It is "step" if a whole copy fits into ``MODEL_STATE_MEMORY_SHARE`` of ``bytes_per_rank``.
     """
     if parallel.reshard != "auto":
         return parallel.reshard
     unsharded = Layout(layout.num_weight_ranks, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, unsharded) <= bytes_per_rank * STATE_SHARE else "block"
+    return (
+        "step"
+        if static_bytes(size, unsharded) <= bytes_per_rank * MODEL_STATE_MEMORY_SHARE
+        else "block"
+    )
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
@@ -182,7 +189,7 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
         problems += slicing_problems(model, layout.tensor)
     if layout.pipeline > 1:
         _, num_blocks = _find_num_blocks(model)
-        problems += staging_problems(model, num_blocks, layout.pipeline, parallel.stages_per_rank)
+        problems += pipeline_problems(model, num_blocks, layout.pipeline, parallel.stages_per_rank)
     if layout.context > 1:
         problems += row_sharing_problems(model, layout)
     return problems
@@ -204,7 +211,7 @@ def resolve_row_pieces(
     if parallel.row_pieces != "auto":
         return parallel
     num_pieces = 1
-    conflicts = conflicts_with_row_pieces(parallel, tune, train)
+    conflicts = find_row_piece_conflicts(parallel, tune, train)
     if parallel.recompute == "full" and not any(conflicts) and has_mlps(model):
         num_pieces = max(1, row_tokens // (MIN_ROW_PIECE_TOKENS * parallel.context))
     return parallel.model_copy(update={"row_pieces": num_pieces})
@@ -227,11 +234,11 @@ def list_useless_settings(
     ]
 
 
-def gathered_keys_warnings(config: Any, layout: Layout) -> list[str]:
+def kv_gathering_warnings(config: Any, layout: Layout) -> list[str]:
     """Warn that ranks gather keys if their number does not divide the heads; usually empty."""
     if not gathers_keys(config, layout):
         return []
-    heads = num_attended_heads(config, layout)
+    heads = num_local_query_heads(config, layout)
     choices = [n for n in list_divisors(heads) if n > 1 and layout.num_weight_ranks % n == 0]
     suggestion = f"; {format_choices(choices)} would exchange heads" if choices else ""
     return [
@@ -260,7 +267,7 @@ def max_micro_rows(batch: BatchConfig, layout: Layout) -> int:
 
 
 def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
-    axes, start = parallel.axes, f"start {parallel.ranks_in_words}"
+    axes, start = parallel.axes, f"start {parallel.rank_count_text}"
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
     product = (parallel.tensor or 1) * (parallel.pipeline or 1)
     if world_size % product:

@@ -22,7 +22,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import CollectiveKind, Layout, ring_steps
 from hpc_tune.step.messages import (
-    FIRST_AND_LAST_STAGE,
+    FIRST_AND_LAST_STAGE_AXES,
     Message,
     context_messages,
     expert_messages,
@@ -30,7 +30,7 @@ from hpc_tune.step.messages import (
     tensor_messages,
     weight_messages,
 )
-from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, MicroTokens, StepPlan
+from hpc_tune.step.plan import GRADIENT_BUCKET_BYTES, MicroTokens, StepPlan
 from hpc_tune.step.size import ModelSize
 
 # -- The links between ranks: latency and rate of each pair, and the times of collectives.
@@ -74,7 +74,7 @@ class Network:
             by_nodes.setdefault(_ordered_pair(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
         median_pair = {
-            same_node: _median_pair(links.pairs, same_node)
+            same_node: _median_link(links.pairs, same_node)
             for same_node in (True, False)
             if links.pairs
         }
@@ -171,7 +171,7 @@ def _ordered_pair(a: int, b: int) -> tuple[int, int]:
     return (a, b) if a <= b else (b, a)
 
 
-def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
+def _median_link(pairs: Sequence[Link], same_node: bool) -> Link:
     """Return a pair with the medians of its kind, or those of all pairs if its kind has none."""
     kind = "same node" if same_node else "across nodes"
     alike = [pair for pair in pairs if pair.kind == kind] or list(pairs)
@@ -192,7 +192,7 @@ _FSDP_REDUCTION_AXES = (("shard",), ("expert_shard",), ("replicate",))
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeTimes:
     """Measured seconds of a rank's work while all ranks compute.
 
     ``block_s``: one decoder block, forward, recomputation and backward, per token; ``head_s``:
@@ -252,7 +252,7 @@ def step_time(
     ranks: Sequence[int],
     parallel: ParallelConfig,
     micro_rows: int,
-    compute: Compute,
+    compute: ComputeTimes,
     network: Network,
 ) -> StepTime:
     """Return the time of one step when ``ranks``, in this order, take the positions of ``layout``.
@@ -298,7 +298,7 @@ def step_time(
     if plan.has_only_replicas:
         # The last backward pass, two thirds of a micro-batch's time, hides the reduction, except
         # that of the last piece.
-        num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_PIECE_BYTES)
+        num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_BUCKET_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
     reducing_s += _NUM_SMALL_ALL_REDUCES * placement.sync_time_s(layout.size)
     update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / speedup
@@ -325,7 +325,7 @@ class _RankLayout:
     sync_s: float
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        has_two_ranks = axes == FIRST_AND_LAST_STAGE
+        has_two_ranks = axes == FIRST_AND_LAST_STAGE_AXES
         groups = self.layout.groups(*(("pipeline",) if has_two_ranks else axes))
         rank_groups = [[self.ranks[position] for position in group] for group in groups]
         return [[group[0], group[-1]] for group in rank_groups] if has_two_ranks else rank_groups
@@ -410,7 +410,7 @@ def _representative_ranks(plan: StepPlan) -> list[int]:
     return [first_rank.setdefault(signature, rank) for rank, signature in enumerate(signatures)]
 
 
-def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
+def _stages_s(plan: StepPlan, tokens: int, compute: ComputeTimes) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
     blocks = [len(plan.blocks_of_rank(rank)) for rank in range(plan.layout.pipeline)]
     stages = [num * compute.block_s for num in blocks]
@@ -421,7 +421,7 @@ def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     ]
 
 
-def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute) -> float:
+def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: ComputeTimes) -> float:
     """Return the seconds of a micro-batch in which blocks wait for copies of their inputs.
 
     An input is copied out while its block runs forward, and back while the block after it is

@@ -61,13 +61,13 @@ from hpc_tune.plan.resolve import (
 from hpc_tune.plan.traced_memory import TracedMemory, replace_attribute, simulate_attention_scratch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import measure
+from hpc_tune.step.size import measure_model_size
 from hpc_tune.units import format_bytes
 
 DEVICE = torch.device("cpu")
 # Rows are rarely full: a memory block that grows with them may exceed malloc's limit in a full
 # micro-batch only, and stay below it in most.
-ROW_MARGIN = 1.125
+HEAP_BLOCK_MARGIN = 1.125
 TYPICAL_DOCUMENT_TOKENS = 128  # about the length of instruction data (Alpaca's rows: 107)
 ASSUMED_DEVICE_BYTES = 80 << 30  # assumed per rank to choose a layout
 # A mesh looks up its rank in a tensor; DTensor gets the shapes of its results from whole tensors.
@@ -91,7 +91,7 @@ class TraceReport:
     ``heap_`` figures are those peaks with glibc's heap. ``num_micro`` micro-batches were traced, in
     ``trace_s`` seconds. ``kernel_bytes``: oneDNN's kernels, which stay. ``shards``: number of
     sharded weights by their bytes on the rank. ``parts``: peak and heap peak of each part of the
-    step (see ``_mark_parts``). ``moved_bytes``: host buffers for block inputs. ``row_pieces``: in
+    step (see ``_track_parts``). ``moved_bytes``: host buffers for block inputs. ``row_pieces``: in
     how many pieces of a row MLPs are computed; 0 if no MLP can be cut.
     """
 
@@ -154,7 +154,7 @@ class TracedStep:
     has_tiled_attention: bool = False
 
     @property
-    def is_full(self) -> bool:
+    def is_fully_trained(self) -> bool:
         """Whether all weights are trained."""
         return self.shape.tune.method == "full"
 
@@ -166,7 +166,7 @@ class TracedStep:
         what the first left: the unsharded gradients of full fine-tuning.
         """
         pipeline = self.layout.pipeline
-        num_needed = 2 if self.is_full else 1
+        num_needed = 2 if self.is_fully_trained else 1
         if pipeline > 1:
             num_needed = 2 * pipeline if self.parallel.stages_per_rank > 1 else pipeline + 1
         rows = self.layout.rows_per_rank(self.global_rows)
@@ -186,15 +186,15 @@ def trace_step(step: TracedStep) -> TraceReport:
     began_s = time.perf_counter()
     built_model, layout = step.shape.build(), step.layout
     block_bytes = MIN_RETURNED_BLOCK_BYTES if layout.shard > 1 else MAX_CACHED_BLOCK_BYTES
-    memory = TracedMemory(int(ROW_MARGIN * block_bytes), trims=layout.shard > 1)
+    memory = TracedMemory(int(HEAP_BLOCK_MARGIN * block_bytes), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.for_model(built_model, layout, step.parallel)
     world, experts = _fake_world(step.rank, layout.size), loop_over_fp32_experts()
-    with world, experts, fake, memory.watch(), _allocate_as_on_device(step):
+    with world, experts, fake, memory.watch(), _device_allocation_context(step):
         engine = make_fake_engine(
             built_model, EngineSettings(plan, DEVICE, step.optim), step.targets_gpu
         )
-        engine.inputs.counts_only = True
+        engine.inputs.is_dry_run = True
         engine.inputs.is_on = step.targets_gpu and step.parallel.offload_activations
         for stage in engine.stages:
             stage.module.uses_document_attention &= step.has_tiled_attention
@@ -204,15 +204,15 @@ def trace_step(step: TracedStep) -> TraceReport:
         batches = [_make_traced_batch(step) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_parallel_size
         loaded_bytes = memory.live_bytes
-        memory.begin()
+        memory.begin_phase()
         if layout.pipeline == 1:
-            _mark_parts(memory, engine.stages[0].module)
+            _track_parts(memory, engine.stages[0].module)
         train_step(engine, batches, tokens, step.optim.peak_lr)
-        kinds = _bytes_by_kind(engine, step.is_full)
+        kinds = _bytes_by_kind(engine, step.is_fully_trained)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         kernel_bytes = memory.kernel_bytes
-        memory.begin(is_trimmed=True)
+        memory.begin_phase(is_trimmed=True)
         evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
         str(layout),
@@ -238,7 +238,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     )
 
 
-def _allocate_as_on_device(step: TracedStep) -> contextlib.ExitStack:
+def _device_allocation_context(step: TracedStep) -> contextlib.ExitStack:
     """Return a context in which operations allocate as much as on the step's device."""
     contexts = contextlib.ExitStack()
     if step.has_varlen_kernel:
@@ -251,7 +251,7 @@ def _allocate_as_on_device(step: TracedStep) -> contextlib.ExitStack:
     return contexts
 
 
-def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
+def _track_parts(memory: TracedMemory, module: LossModel) -> None:
     """Mark three parts of a step: up to the middle block, from there forward and back, the rest.
 
     The peak of a deep model is in the second part, where the activations of all blocks are kept.
@@ -260,14 +260,14 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     """
     blocks = list(find_blocks(module))
 
-    def mark(block: Any, args: Any, out: Any) -> None:
+    def begin_upper_half(block: Any, args: Any, out: Any) -> None:
         memory.begin_part("upper half")
         hidden_BTD = out[0] if isinstance(out, tuple) else out
         if hidden_BTD.requires_grad:
             hidden_BTD.register_hook(lambda grad: memory.begin_part("backward"))
 
     module.register_forward_pre_hook(lambda *_: memory.begin_part("forward"))
-    blocks[len(blocks) // 2].register_forward_hook(mark)
+    blocks[len(blocks) // 2].register_forward_hook(begin_upper_half)
 
 
 def _make_traced_batch(step: TracedStep) -> Batch:
@@ -281,13 +281,13 @@ def _make_traced_batch(step: TracedStep) -> Batch:
     return Batch(tokens_BT, labels_BT, positions_BT, *counts, document_lengths=[row] * rows)
 
 
-def _bytes_by_kind(engine: NativeEngine, is_full: bool) -> tuple[int, int, int, int]:
+def _bytes_by_kind(engine: NativeEngine, is_fully_trained: bool) -> tuple[int, int, int, int]:
     """Return the bytes of weights, adapters, gradients and optimizer state on this rank."""
     params = [p for stage in engine.stages for p in stage.module.parameters()]
     trained_params = [p for p in params if p.requires_grad]
     return (
-        _storage_bytes(p for p in params if is_full or not p.requires_grad),
-        0 if is_full else _storage_bytes(trained_params),
+        _storage_bytes(p for p in params if is_fully_trained or not p.requires_grad),
+        0 if is_fully_trained else _storage_bytes(trained_params),
         _storage_bytes(p.grad for p in trained_params if p.grad is not None),
         _storage_bytes(engine.optimizer_state()),
     )
@@ -383,7 +383,10 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     sections = (config.parallel, config.tune, config.train)
     parallel = resolve_row_pieces(*sections, config.data.seq_len, built_model.module)
     resolved = resolve(
-        parallel, measure(built_model.module, config.optim.is_8bit), built_model.config, machine
+        parallel,
+        measure_model_size(built_model.module, config.optim.is_8bit),
+        built_model.config,
+        machine,
     )
     size = (config.batch.global_size, min_micro_rows(config.batch), config.data.seq_len)
     kernels = choose_model_kernels(built_model.config, dtype, config.train.compiles)
@@ -436,13 +439,13 @@ def cache_traces(trace: TraceFunction) -> TraceFunction:
     """Return ``trace`` with a cache by size, for the steps of one run and layout."""
     reports: dict[tuple[int, ...], TraceReport] = {}
 
-    def traced(step: TracedStep) -> TraceReport:
+    def trace_cached(step: TracedStep) -> TraceReport:
         size = step.micro_rows, step.seq_len, step.num_micro, step.rank
         if size not in reports:
             reports[size] = trace(step)
         return reports[size]
 
-    return traced
+    return trace_cached
 
 
 def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
@@ -469,24 +472,24 @@ def _extrapolate(low_report: TraceReport, high_report: TraceReport, ratio: float
     do not.
     """
 
-    def extend(at_low: int, at_high: int) -> int:
-        return round(at_low + ratio * (at_high - at_low))
+    def extrapolate_value(low_value: int, high_value: int) -> int:
+        return round(low_value + ratio * (high_value - low_value))
 
     figures: dict[str, Any] = {
-        name: extend(getattr(low_report, name), getattr(high_report, name))
+        name: extrapolate_value(getattr(low_report, name), getattr(high_report, name))
         for name in dataclasses.asdict(low_report)
         if name.endswith("_bytes")
     }
     parts = {
         part: (
-            extend(peak, high_report.parts[part][0]),
-            extend(heap_peak, high_report.parts[part][1]),
+            extrapolate_value(peak, high_report.parts[part][0]),
+            extrapolate_value(heap_peak, high_report.parts[part][1]),
         )
         for part, (peak, heap_peak) in low_report.parts.items()
     }
     sizes = sorted({*low_report.shards, *high_report.shards})
     shards = {
-        size: extend(low_report.shards.get(size, 0), high_report.shards.get(size, 0))
+        size: extrapolate_value(low_report.shards.get(size, 0), high_report.shards.get(size, 0))
         for size in sizes
     }
     peak_bytes, figures["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))

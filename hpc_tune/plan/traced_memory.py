@@ -40,7 +40,7 @@ _PAGE_BYTES, _UNTRIMMED_BYTES = 4096, 1 << 17  # of a page; free, and kept at th
 
 
 class Heap:
-    """A heap from address 0 to ``reach``, the furthest end that it has had since ``trim``.
+    """A heap from address 0 to ``max_end``, the furthest end that it has had since ``trim``.
 
     Not modeled, as it makes no difference to large blocks: the order of equal holes, and that freed
     blocks are sorted into bins only on the next search. Blocks freed in a row are freed from the
@@ -50,30 +50,30 @@ class Heap:
 
     def __init__(self, trims: bool = False) -> None:
         """``trims``: the free end is returned to the kernel, as glibc does by default."""
-        self.reach = 0
+        self.max_end = 0
         self._trims = trims
         self._end = 0  # everything after it is free
         self._pages, self._num_pages = bytearray(), 0  # 1 for each used page, and their number
-        self._leftovers: list[int] = []
+        self._permanent_blocks: list[int] = []
         self._sizes: dict[int, int] = {}  # of blocks in use and kept blocks
         self._cached_blocks: dict[int, list[int]] = defaultdict(list)
         self._fast_bin_blocks: list[int] = []  # small free blocks that are merged later
         self._holes: dict[int, int] = {}  # start -> size
-        self._starts: dict[int, int] = {}  # end -> start
+        self._hole_start_by_end: dict[int, int] = {}  # end -> start
         self._holes_by_size: list[tuple[int, int]] = []
         self._freed_blocks: list[tuple[int, ...]] = []  # since the last allocation
 
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
-        self._release()
+        self._process_freed_blocks()
         return self._allocate_aligned(num_bytes), *self.allocate_objects()
 
     def allocate_objects(self) -> tuple[int, ...]:
         """Return the addresses of the small objects only, of a block that lies outside the heap."""
-        self._release()
+        self._process_freed_blocks()
         return tuple(map(self._allocate_small, SMALL_OBJECT_BYTES))
 
-    def _release(self) -> None:
+    def _process_freed_blocks(self) -> None:
         for blocks in sorted(self._freed_blocks, reverse=True):
             for block in blocks:
                 self._free_block(block)
@@ -81,31 +81,31 @@ class Heap:
 
     def allocate_permanent(self, num_bytes: int) -> None:
         """Allocate a small object that stays until ``trim``, so that its neighbors do not merge."""
-        self._leftovers.append(self._allocate_small(num_bytes))
+        self._permanent_blocks.append(self._allocate_small(num_bytes))
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the pages that were used since the last ``trim``."""
-        return min(self.reach, self._num_pages * _PAGE_BYTES)
+        return min(self.max_end, self._num_pages * _PAGE_BYTES)
 
     def trim(self) -> None:
         """Free the permanent objects, and return all free pages to the kernel (``malloc_trim``)."""
-        self._release()
-        for block in self._leftovers:
+        self._process_freed_blocks()
+        for block in self._permanent_blocks:
             self._free_block(block)
-        self._leftovers.clear()
+        self._permanent_blocks.clear()
         self._join_fast_bins()
-        self.reach = self._end
+        self.max_end = self._end
         self._pages, self._num_pages = bytearray(), 0
         for block, size in self._sizes.items():
             self._mark_pages_used(block, size)
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether a block fits without growing the heap; malloc checks this before mmap."""
-        self._release()
+        self._process_freed_blocks()
         self._join_fast_bins()
         largest = self._holes_by_size[-1][0] if self._holes_by_size else 0
-        end_bytes = 0 if self._trims else self.reach - self._end
+        end_bytes = 0 if self._trims else self.max_end - self._end
         needed_bytes = _heap_block_size(num_bytes) + BLOCK_ALIGNMENT + _MIN_BLOCK_BYTES
         return max(largest, end_bytes) >= needed_bytes
 
@@ -155,7 +155,7 @@ class Heap:
             index = bisect_left(self._holes_by_size, (size, -1))
         if index == len(self._holes_by_size):
             start, self._end = self._end, self._end + size
-            self.reach = max(self.reach, self._end)
+            self.max_end = max(self.max_end, self._end)
         else:
             start = self._holes_by_size[index][1]
             rest_size = self._remove_hole(start) - size
@@ -188,8 +188,8 @@ class Heap:
         stop = block + self._sizes.pop(block)
         if stop in self._holes:
             stop += self._remove_hole(stop)
-        if block in self._starts:
-            block = self._starts[block]
+        if block in self._hole_start_by_end:
+            block = self._hole_start_by_end[block]
             self._remove_hole(block)
         if stop == self._end:
             self._end = block
@@ -201,12 +201,12 @@ class Heap:
             self._add_hole(block, stop - block)
 
     def _add_hole(self, start: int, size: int) -> None:
-        self._holes[start], self._starts[start + size] = size, start
+        self._holes[start], self._hole_start_by_end[start + size] = size, start
         insort(self._holes_by_size, (size, start))
 
     def _remove_hole(self, start: int) -> int:
         size = self._holes.pop(start)
-        del self._starts[start + size]
+        del self._hole_start_by_end[start + size]
         del self._holes_by_size[bisect_left(self._holes_by_size, (size, start))]
         return size
 
@@ -224,7 +224,7 @@ def _heap_block_size(num_bytes: int) -> int:
 ONEDNN_KERNEL_BYTES = 258376
 # One in BLOCKS_PER_LEFTOVER blocks leaves an object of LEFTOVER_BYTES for the rest of the step:
 # nodes of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
-BLOCKS_PER_LEFTOVER, LEFTOVER_BYTES = 4, 64
+BLOCKS_PER_PERMANENT_OBJECT, PERMANENT_OBJECT_BYTES = 4, 64
 GROUPED_MM = torch.ops.aten._grouped_mm
 MATMULS = {
     GROUPED_MM,
@@ -258,7 +258,7 @@ class TracedMemory(TorchDispatchMode):
         self._bytes_in_heap: dict[int, int] = {}  # of blocks that lie in the heap themselves
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
-    def begin(self, is_trimmed: bool = False) -> None:
+    def begin_phase(self, is_trimmed: bool = False) -> None:
         """Begin a phase: its peaks count from here, and its blocks lie in a new heap.
 
         ``is_trimmed``: use the heap of the last phase, with its free pages returned, instead.
@@ -280,12 +280,12 @@ class TracedMemory(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes since ``begin``."""
+        """The most bytes since ``begin_phase``."""
         return max((peak for peak, _ in self.peaks.values()), default=0)
 
     @property
     def heap_peak_bytes(self) -> int:
-        """The most bytes since ``begin``, with the overhead of the heap."""
+        """The most bytes since ``begin_phase``, with the overhead of the heap."""
         return max((heap for _, heap in self.peaks.values()), default=0)
 
     @contextlib.contextmanager
@@ -294,12 +294,12 @@ class TracedMemory(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         # FSDP2 frees and refills gathered weights in this way, which is not dispatched.
-        def tracked(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        def resize_and_track(storage: torch.UntypedStorage, num_bytes: int) -> None:
             resize(storage, num_bytes)
             if id(storage) in self._sizes:
                 self._resize(id(storage), num_bytes)
 
-        with replace_attribute(torch.UntypedStorage, "resize_", tracked), self:
+        with replace_attribute(torch.UntypedStorage, "resize_", resize_and_track), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,8 +372,8 @@ class TracedMemory(TorchDispatchMode):
         if num_bytes > 0:
             self._allocate(key, num_bytes)
             self._num_allocated += 1
-            if self._num_allocated % BLOCKS_PER_LEFTOVER == 0:
-                self._heap.allocate_permanent(LEFTOVER_BYTES)
+            if self._num_allocated % BLOCKS_PER_PERMANENT_OBJECT == 0:
+                self._heap.allocate_permanent(PERMANENT_OBJECT_BYTES)
         self._update_peak()
 
     def _allocate(self, key: int, num_bytes: int) -> None:

@@ -210,7 +210,7 @@ def _format_cpus(cpus: Sequence[int]) -> str:
 
 # The whole command should take less than a minute on two nodes of eight ranks, on any cores; each
 # further node adds a round of pairs.
-_LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
+_LINK_TEST_S, _LINK_TEST_S_PER_NODE = 10.0, 0.5
 
 
 def run_doctor(
@@ -238,7 +238,7 @@ def run_doctor(
             folders["data.cache"] = Path(config.data.cache)
         folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
         if links_s is None:
-            links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
+            links_s = _LINK_TEST_S + _LINK_TEST_S_PER_NODE * comm.world.num_nodes
         links = measure_links(comm, links_s)
         matmuls = measure_matmuls(comm, matmuls_s)
         # After the first communicator: NCCL loads its plugin, if any, when it creates one.

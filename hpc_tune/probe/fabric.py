@@ -183,7 +183,7 @@ def read_nccl(
     libraries = tuple(
         path for path in loaded_files if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name)
     )
-    paths = [*loaded_files, *_findable_libraries(environ, root)]
+    paths = [*loaded_files, *_find_loadable_libraries(environ, root)]
     return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",
         version=((version_reader or read_nccl_version)(libraries[0]) if libraries else "")
@@ -236,19 +236,19 @@ def _mapped_files(maps: Path) -> Iterator[str]:
             yield fields[5].removesuffix(" (deleted)")
 
 
-def _findable_libraries(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+def _find_loadable_libraries(environ: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yield the plugins and libfabric files that the dynamic loader would find, in its order."""
     folders = [Path(part) for part in environ.get("LD_LIBRARY_PATH", "").split(":") if part]
-    yield from _libraries_in(folders)
+    yield from _list_network_libraries(folders)
     try:
         cache = (root / "etc" / "ld.so.cache").read_bytes()
     except OSError:
         cache = b""
     yield from (match.decode(errors="replace") for match in _LD_CACHE_ENTRY.findall(cache))
-    yield from _libraries_in([root / folder for folder in _LIBRARY_FOLDERS])
+    yield from _list_network_libraries([root / folder for folder in _LIBRARY_FOLDERS])
 
 
-def _libraries_in(folders: list[Path]) -> Iterator[str]:
+def _list_network_libraries(folders: list[Path]) -> Iterator[str]:
     for folder in folders:
         try:
             names = sorted(os.listdir(folder))

@@ -12,7 +12,7 @@ from hpc_tune.packages import parse_release
 from hpc_tune.probe import fabric
 from hpc_tune.probe.fabric import PLUGIN_NETWORKS, NcclLibrary
 from hpc_tune.probe.facts import RankFacts
-from hpc_tune.probe.links import Links, find_outliers, format_rate
+from hpc_tune.probe.links import Links, describe_slow_links, format_rate
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops
 from hpc_tune.probe.topology import NO_NVML
 from hpc_tune.units import format_bytes, format_quantity, format_seconds, list_some
@@ -48,7 +48,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_check_devices(ranks),
         *_check_matmuls(ranks),
         *_check_attention(ranks),
-        *_check_cards(ranks),
+        *_check_network_cards(ranks),
         *_check_cores(ranks),
         *_check_limits(ranks),
         *_check_memory(ranks),
@@ -56,7 +56,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_check_clocks(ranks),
         *_check_driver(ranks),
         *_check_nccl(ranks),
-        *(Finding("warning", f"slow link, {line}") for line in find_outliers(links.pairs)),
+        *(Finding("warning", f"slow link, {line}") for line in describe_slow_links(links.pairs)),
         *_check_network(ranks, links),
         *_check_fabric(ranks),
     ]
@@ -143,7 +143,7 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             continue
         if result.is_wrong:
             yield Finding(
-                "error", f"{name} computes wrongly: {_describe_wrong_products(result)}. {advice}"
+                "error", f"{name} computes wrongly: {_describe_wrong_matmuls(result)}. {advice}"
             )
         rates = model_rates.get((result.model, result.dtype), [])
         usual = median_high(rates or [0.0])
@@ -181,7 +181,7 @@ def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     return f"{number} of rank {rank.rank} ({', '.join(filter(None, ids))})"
 
 
-def _describe_wrong_products(result: MatmulResult) -> str:
+def _describe_wrong_matmuls(result: MatmulResult) -> str:
     parts = []
     if result.num_wrong:
         parts.append(
@@ -195,7 +195,7 @@ def _describe_wrong_products(result: MatmulResult) -> str:
     return ", ".join(parts)
 
 
-def _check_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_network_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield cards whose state differs from the other nodes'; unused ports are down on all nodes."""
     cards = [
         (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
@@ -366,7 +366,7 @@ def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding
     rates = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
     if len(_group_by_node(ranks)) == 1 or not ranks[0].nccl:
         return
-    name, kind, gbits = _fastest_card(ranks)
+    name, kind, gbits = _fastest_network_card(ranks)
     reason = _describe_missing_plugin(ranks)
     if rates and 8 * max(rates) < gbits * 1e9 / _TCP_RATE_DIVISOR:
         yield Finding(
@@ -405,7 +405,7 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding("error" if is_sure else "warning", f"{_join_names(names)}: {text}")
 
 
-def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
+def _fastest_network_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
     """Return name, kind and Gb/s of the fastest card; without cards, of the Ethernet in use.
 
     A pair of ranks uses one card. Cards that are down do not count.

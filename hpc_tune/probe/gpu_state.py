@@ -76,12 +76,12 @@ def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState
         except nvml.NVMLError:  # a slice of a GPU, or a virtual one
             pass
         else:
-            return lambda: _read_driver(nvml, handle)
+            return lambda: _read_nvml_state(nvml, handle)
     files = sorted(folder.glob(f"bus/pci/devices/{address}/hwmon/hwmon*")) if address else []
     return lambda: GpuState(**dict(_read_hwmon(files[0]))) if files else None
 
 
-def _read_driver(nvml: Any, handle: Any) -> GpuState:
+def _read_nvml_state(nvml: Any, handle: Any) -> GpuState:
     def query(getter: Callable[..., Any], *arguments: Any, unit: float = 1.0) -> float | None:
         try:
             return float(getter(handle, *arguments)) / unit
@@ -164,11 +164,13 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
 
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
 # RAPL's counters wrap around after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
-READ_COUNTERS_EVERY_S = 30.0
+COUNTER_READ_INTERVAL_S = 30.0
 # More than a package draws: a larger difference of two readings is not trusted.
 MAX_PACKAGE_WATTS = 1000.0
-_NO_RAPL = "the kernel shows no RAPL counter there"
-_NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
+_NO_RAPL_REASON = "the kernel shows no RAPL counter there"
+_NO_GPU_COUNTER_REASON = (
+    "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
+)
 _BACKWARDS_COUNTER_REASON = "its counter went backwards"
 _MISSED_WRAP_REASON = "its counter may have wrapped around unnoticed"
 _STALLED_COUNTER_REASON = "its counter stood still"
@@ -258,7 +260,7 @@ class EnergyMeter:
     clock: Callable[[], float] = time.monotonic
     _counter_totals: list[_CounterTotal] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _has_ended: threading.Event = field(default_factory=threading.Event)
+    _end_event: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._counter_totals = [_CounterTotal(counter) for counter in self.counters]
@@ -274,7 +276,7 @@ class EnergyMeter:
 
     def end(self) -> dict[str, PartEnergy]:
         """Read a last time and return the energy of each part of the node."""
-        self._has_ended.set()
+        self._end_event.set()
         self.read()
         with self._lock:
             for total in self._counter_totals:
@@ -292,7 +294,7 @@ class EnergyMeter:
         return PartEnergy(sum(joules), len(joules), len(totals), reason)
 
     def _keep_reading(self) -> None:
-        while not self._has_ended.wait(READ_COUNTERS_EVERY_S):
+        while not self._end_event.wait(COUNTER_READ_INTERVAL_S):
             self.read()
 
 
@@ -305,7 +307,7 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
     counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
     counters += list(_rapl_counters(powercap)) or [
-        EnergyCounter(CPUS, str(powercap), reason=_NO_RAPL)
+        EnergyCounter(CPUS, str(powercap), reason=_NO_RAPL_REASON)
     ]
     node = folder / "cray" / "pm_counters" / "energy"
     if node.exists():  # its lines: 123 J 1700000000000000 us
@@ -315,7 +317,7 @@ def find_energy_counters(gpus: Sequence[str], folder: Path = SYS) -> list[Energy
 
 def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCounter:
     """Return the counter of one GPU: of the whole GPU, even if a rank has only a slice of it."""
-    reason, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
+    reason, name = _NO_GPU_COUNTER_REASON, f"GPU {address or 'without a PCI address'}"
     if nvml is not None and address:
         try:
             handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
@@ -324,10 +326,10 @@ def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCo
             reason = f"NVIDIA's driver says {error}"
         else:
 
-            def of_driver() -> float:
+            def read_driver_joules() -> float:
                 return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-            return EnergyCounter(GPUS, name, of_driver)
+            return EnergyCounter(GPUS, name, read_driver_joules)
     if amdsmi is not None and address:
         try:
             return EnergyCounter(GPUS, name, make_energy_reader(amdsmi, address))

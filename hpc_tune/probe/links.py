@@ -151,7 +151,7 @@ def describe_links(links: Links) -> str:
     return "; ".join(parts)
 
 
-def find_outliers(pairs: Sequence[Link]) -> list[str]:
+def describe_slow_links(pairs: Sequence[Link]) -> list[str]:
     """Return a line for each link that is far slower than the fastest of its kind (pure).
 
     If all of a node's links to other nodes are, one line stands for them. The fastest link is the

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 GPU_TEST_S, CPU_TEST_S = 2.0, 0.5
 # On a GPU in bf16: 4 matrices of 128 MiB, and 1.5 ms per matmul on an H100.
-_GPU_SIZE, _CPU_SIZE = 8192, 768
-_GPU_EXACT_SIZE, _CPU_EXACT_SIZE = 2048, 256
-_BATCH_S, _MAX_IN_BATCH = 0.05, 200
+_GPU_MATRIX_SIZE, _CPU_MATRIX_SIZE = 8192, 768
+_GPU_EXACT_MATRIX_SIZE, _CPU_EXACT_MATRIX_SIZE = 2048, 256
+_BATCH_S, _MAX_BATCH_MATMULS = 0.05, 200
 _NUM_WARM_UPS = 3
 _EXACT_DOT_PRODUCT = 5  # of s.t in ``exact_matrices``
 
@@ -83,7 +83,7 @@ def measure_matmuls(
     uses_gpu = comm.device.type == "cuda"
     seconds = seconds or (GPU_TEST_S if uses_gpu else CPU_TEST_S)
     read_state, model = (
-        _gpu_reader_and_model(comm.device) if uses_gpu else (lambda: None, _cpu_model())
+        _gpu_state_reader_and_model(comm.device) if uses_gpu else (lambda: None, _cpu_model())
     )
     result, work = MatmulResult(model=model), None
     rank_label = comm.world.label
@@ -91,7 +91,7 @@ def measure_matmuls(
     # A CUDA error, such as too little memory, is a finding; the other ranks continue.
     with _limit_cpu_to_one_thread(uses_gpu), time_limit("a matrix multiplication", *limits):
         try:
-            work = MatmulWork(comm.device, multiply)
+            work = MatmulBenchmark(comm.device, multiply)
             work.warm_up()
         except RuntimeError as error:
             result = replace(result, error=first_line(error))
@@ -117,7 +117,7 @@ def _limit_cpu_to_one_thread(uses_gpu: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class MatmulWork:
+class MatmulBenchmark:
     """The matrices of a device, batches of matmuls on it, and how many were wrong."""
 
     def __init__(self, device: "torch.device", multiply: "Multiply | None" = None) -> None:
@@ -127,17 +127,17 @@ class MatmulWork:
         self.multiply = multiply or torch.mm
         self.device, self.uses_gpu = device, device.type == "cuda"
         self.dtype, is_deterministic = _dtype_and_determinism(device)
-        self.size = _GPU_SIZE if self.uses_gpu else _CPU_SIZE
+        self.size = _GPU_MATRIX_SIZE if self.uses_gpu else _CPU_MATRIX_SIZE
         options: dict[str, Any] = {"dtype": self.dtype, "device": device}
         self._left, self._right = (torch.randn(self.size, self.size, **options) for _ in range(2))
         self._out = torch.empty_like(self._left)
         self._first_out = torch.empty_like(self._left) if is_deterministic else None
         self._exact_matrices = exact_matrices(
-            _GPU_EXACT_SIZE if self.uses_gpu else _CPU_EXACT_SIZE, **options
+            _GPU_EXACT_MATRIX_SIZE if self.uses_gpu else _CPU_EXACT_MATRIX_SIZE, **options
         )
         self._exact_out = torch.empty_like(self._exact_matrices[-1])
         self._wrong_counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._in_batch = 1
+        self._matmuls_per_batch = 1
 
     def warm_up(self) -> None:
         """Load the kernels, keep the first result, and choose the number of matmuls of a batch."""
@@ -150,13 +150,13 @@ class MatmulWork:
         if self._first_out is not None:
             self._first_out.copy_(self._out)
         one_s = max(self.measure_seconds(marks)[-1], 1e-6)
-        self._in_batch = max(1, min(_MAX_IN_BATCH, round(_BATCH_S / one_s)))
+        self._matmuls_per_batch = max(1, min(_MAX_BATCH_MATMULS, round(_BATCH_S / one_s)))
         self._wrong_counts.zero_()
 
     def start_batch(self) -> "list[Mark]":
         """Start a batch and the check after it; return the marks before and after each matmul."""
         marks = [self._record_event()]
-        for _ in range(self._in_batch):
+        for _ in range(self._matmuls_per_batch):
             self.multiply(self._left, self._right, out=self._out)
             marks.append(self._record_event())
         self._compare_output()
@@ -171,7 +171,7 @@ class MatmulWork:
         """Return the seconds of each matmul of a finished batch."""
         return [_seconds_between(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
 
-    def count_wrong(self) -> tuple[int, int]:
+    def count_wrong_results(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""
         num_wrong, num_differing = self._wrong_counts.tolist()
         return num_wrong, num_differing
@@ -195,7 +195,7 @@ class MatmulWork:
 
 
 def time_matmuls(
-    work: MatmulWork, seconds: float, read_state: Callable[[], GpuState | None]
+    work: MatmulBenchmark, seconds: float, read_state: Callable[[], GpuState | None]
 ) -> MatmulResult:
     """Multiply for about ``seconds``, with one batch queued behind the one that is waited for."""
     idle_state = read_state()
@@ -208,7 +208,7 @@ def time_matmuls(
     loaded_state = read_state()
     work.wait(batches[-1][-1])
     times_s = [one_s for marks in batches for one_s in work.measure_seconds(marks)]
-    num_wrong, num_differing = work.count_wrong()
+    num_wrong, num_differing = work.count_wrong_results()
     median_s = median(times_s[len(times_s) // 2 :])
     return MatmulResult(
         dtype=_dtype_name(work.dtype),
@@ -237,14 +237,14 @@ def exact_matrices(
 
     generator = torch.Generator().manual_seed(0)
 
-    def integers(maximum: int, num: int) -> "torch.Tensor":
+    def random_integers(maximum: int, num: int) -> "torch.Tensor":
         magnitudes = torch.randint(1, maximum + 1, (num,), generator=generator)
         return magnitudes * (2 * torch.randint(0, 2, (num,), generator=generator) - 1)
 
-    s, t = (integers(15, size // 2).view(-1, 1, 32) for _ in range(2))
+    s, t = (random_integers(15, size // 2).view(-1, 1, 32) for _ in range(2))
     s, t = torch.cat([s, s], 1).flatten(), torch.cat([t, -t], 1).flatten()
     s[31], s[63], t[31], t[63] = 1, 1, 2, _EXACT_DOT_PRODUCT - 2
-    u, v = integers(3, size), integers(3, size)
+    u, v = random_integers(3, size), random_integers(3, size)
     matrices = (torch.outer(u, s), torch.outer(t, v), _EXACT_DOT_PRODUCT * torch.outer(u, v))
     left, right, product = (matrix.to(device=device, dtype=dtype) for matrix in matrices)
     return left, right, product
@@ -302,7 +302,9 @@ def _dtype_name(dtype: "torch.dtype") -> str:
     return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."), "fp32")
 
 
-def _gpu_reader_and_model(device: "torch.device") -> tuple[Callable[[], GpuState | None], str]:
+def _gpu_state_reader_and_model(
+    device: "torch.device",
+) -> tuple[Callable[[], GpuState | None], str]:
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(device)

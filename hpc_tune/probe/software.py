@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_tune import __version__
 from hpc_tune.cluster.protocol import read_output
-from hpc_tune.probe.topology import amd_driver, amd_gpus
+from hpc_tune.probe.topology import amd_driver_version, amd_gpus
 from hpc_tune.world.affinity import SYS
 
 _COMMAND_LIMIT_S = 10.0
@@ -55,7 +55,7 @@ def bug_report_lines() -> list[str]:
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
         facts["nvidia"] = " ".join(driver.split())
-    if driver := amd_driver(SYS):
+    if driver := amd_driver_version(SYS):
         facts["amdgpu"] = driver
     amds = [gpu.gfx for gpu in amd_gpus(SYS)]
     if gpus := Counter([*_gpu_names(Path("/proc/driver/nvidia/gpus")), *amds]):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.files import raise_if_out_of_files
+from hpc_tune.files import raise_if_too_many_open_files
 from hpc_tune.world.affinity import SYS, pci_device_path, read_numa_node
 
 # -- AMD's GPUs of a node and the links between them, as the kernel's compute driver shows them.
@@ -42,12 +42,13 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
     """Return the GPUs in the driver's order, which is that of HIP; ``folder`` is /sys."""
     nodes = folder / "class" / "kfd" / "kfd" / "topology" / "nodes"
     gpus = []
-    for node in sorted(_list_numbered(nodes), key=lambda path: int(path.name)):
+    for node in sorted(_list_numbered_entries(nodes), key=lambda path: int(path.name)):
         if _read_text(node / "gpu_id") in ("", "0"):
             continue
         facts = _read_properties(node / "properties")
         links = [
-            _read_properties(link / "properties") for link in _list_numbered(node / "io_links")
+            _read_properties(link / "properties")
+            for link in _list_numbered_entries(node / "io_links")
         ]
         linked_nodes = [
             int(link["node_to"]) for link in links if link.get("type") == _XGMI_LINK_TYPE
@@ -66,7 +67,7 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
     return gpus
 
 
-def amd_driver(folder: Path) -> str:
+def amd_driver_version(folder: Path) -> str:
     """Return the version of the amdgpu driver; "" for the one built into the kernel."""
     return _read_text(folder / "module" / "amdgpu" / "version")
 
@@ -86,7 +87,7 @@ def _read_properties(file: Path) -> Mapping[str, str]:
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def _list_numbered(folder: Path) -> list[Path]:
+def _list_numbered_entries(folder: Path) -> list[Path]:
     return [path for path in _list_folder(folder) if path.name.isdigit()]
 
 
@@ -97,7 +98,7 @@ def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return []
 
 
@@ -105,7 +106,7 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return ""
 
 
@@ -200,10 +201,10 @@ def _amd_topology(folder: Path) -> Topology | None:
         for i, gpu in enumerate(devices)
         for j, other in enumerate(devices[i + 1 :], i + 1)
     }
-    return Topology(gpus=gpus, paths=paths, driver=amd_driver(folder))
+    return Topology(gpus=gpus, paths=paths, driver=amd_driver_version(folder))
 
 
-def share_a_switch(device: Path, other: Path) -> bool:
+def are_on_same_switch(device: Path, other: Path) -> bool:
     """Return whether the PCI paths of two devices meet below the root complex (pure).
 
     Their paths then have a bridge in common: ``.../pci0000:15/0000:15:01.0/...``.
@@ -291,7 +292,7 @@ def find_network_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterato
     for group in _CARD_CLASSES:
         for card in _list_folder(folder / "class" / group):
             device = (card / "device").resolve()
-            near_gpus = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
+            near_gpus = tuple(i for i, gpu in enumerate(gpus) if are_on_same_switch(device, gpu))
             state, rate = _best_port(card / "ports")
             if group == "cxi":  # the kernel shows the rate at its Ethernet interface, hsn0
                 interfaces = [net.name for net in _list_folder(device / "net")]

@@ -142,14 +142,14 @@ def describe_starts(run: Run) -> str:
 _STRAGGLER_SHARE = 0.8  # of all steps: a straggler is the slowest rank in more than this share
 _MPIRUN_LAUNCHERS = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NO_PLAN_TEXT = "not planned: far below the limit"
-_NO_LINKS = "not measured: parallel.layout=auto and hpc_tune doctor measure them"
+_NO_LINKS_TEXT = "not measured: parallel.layout=auto and hpc_tune doctor measure them"
 _HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # always differ from run to run
 _MEMORY_LABELS = {
     "host": "most host memory of a node, including that of others",
     "device": "most device memory of a rank",
 }
-_MAX_NAMES = 4
-Rows = list[tuple[str, str]]
+_MAX_JOINED_NAMES = 4
+FactRows = list[tuple[str, str]]
 
 
 def describe_end(run: Run) -> str:
@@ -165,10 +165,10 @@ def describe_end(run: Run) -> str:
 def describe_result(run: Run) -> str:
     """Describe the losses and where the adapter, or else the newest checkpoint, is."""
     parts = []
-    losses = known_numbers(run.steps, "loss")
+    losses = numeric_values(run.steps, "loss")
     if losses:
         parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
-    if change := _describe_held_out(run):
+    if change := _describe_held_out_loss(run):
         parts.append(f"held-out loss {change}")
     if adapter := find_adapter(run):
         parts.append(f"the adapter is in {adapter}")
@@ -180,7 +180,7 @@ def describe_result(run: Run) -> str:
     return text[0].upper() + text[1:]
 
 
-def _describe_held_out(run: Run) -> str:
+def _describe_held_out_loss(run: Run) -> str:
     """Describe the change of the held-out loss, with the newest one's step if not the last step."""
     evals = [row for row in run.comparable_evals if row.get("eval_loss") is not None]
     if not evals:
@@ -192,8 +192,8 @@ def _describe_held_out(run: Run) -> str:
 
 def _join_with_and(names: Sequence[str]) -> str:
     parts = [
-        *names[:_MAX_NAMES],
-        *([f"{num_more} more"] if (num_more := len(names) - _MAX_NAMES) > 0 else []),
+        *names[:_MAX_JOINED_NAMES],
+        *([f"{num_more} more"] if (num_more := len(names) - _MAX_JOINED_NAMES) > 0 else []),
     ]
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -221,7 +221,7 @@ def rerun_command(run: Run) -> str:
     return f"cd {shlex.quote(folder)} && {words}" if folder else words
 
 
-def advise_next(run: Run) -> str:
+def suggest_next_action(run: Run) -> str:
     """Return what to do next with the run, in words."""
     if run.state == "done":
         return f"python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
@@ -233,7 +233,7 @@ def advise_next(run: Run) -> str:
     return "run the same command: it resumes from the newest checkpoint"
 
 
-def key_numbers(run: Run) -> dict[str, str]:
+def summary_metrics(run: Run) -> dict[str, str]:
     """Return the main figures of a run as text, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -245,32 +245,32 @@ def key_numbers(run: Run) -> dict[str, str]:
             values["goodput (steps that count)"] = f"{goodput(run):.0%}"
     if (energy := sum_energy(run.events)) is not None and energy.joules is not None:
         values["energy"] = energy.short_text
-    losses = known_numbers(steps, "loss")
+    losses = numeric_values(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
     evals = run.comparable_evals
-    if change := _describe_held_out(run):
+    if change := _describe_held_out_loss(run):
         names = list(evals[-1].get("eval_losses", {}))
         note = f", the mean of those of {_join_with_and(names)}" if len(names) > 1 else ""
         values[f"held-out loss, first to last{note}"] = change
     for name, kind in (("accuracy", ".1%"), ("margin", ".3g")):
-        if held_out := known_numbers(evals, f"eval_preferences.{name}"):
+        if held_out := numeric_values(evals, f"eval_preferences.{name}"):
             values[f"held-out {name}, first to last"] = (
                 f"{held_out[0]:{kind}} → {held_out[-1]:{kind}}"
             )
-    speeds = known_numbers(steps[1:] or steps, "tokens_per_s")
+    speeds = numeric_values(steps[1:] or steps, "tokens_per_s")
     if speeds:
         values["tokens per second, median"] = format_count(statistics.median(speeds))
-    if mfu := known_numbers(steps[1:] or steps, "mfu"):
+    if mfu := numeric_values(steps[1:] or steps, "mfu"):
         values["MFU, median"] = f"{statistics.median(mfu):.1%}"
-    if seconds := sum(known_numbers(steps, "step_s")):
-        values["time in messages"] = f"{sum(known_numbers(steps, 'comm_s')) / seconds:.1%}"
+    if seconds := sum(numeric_values(steps, "step_s")):
+        values["time in messages"] = f"{sum(numeric_values(steps, 'comm_s')) / seconds:.1%}"
     for kind in ("host", "device"):
-        if used_bytes := known_numbers(steps, f"{kind}_bytes"):
-            limits = known_numbers(steps, f"{kind}_limit_bytes")
+        if used_bytes := numeric_values(steps, f"{kind}_bytes"):
+            limits = numeric_values(steps, f"{kind}_limit_bytes")
             note = f" of {format_bytes(limits[-1])}" if limits else ""
             values[_MEMORY_LABELS[kind]] = f"{format_bytes(max(used_bytes))}{note}"
-            if own_bytes := known_numbers(steps, f"{kind}_ranks_bytes"):
+            if own_bytes := numeric_values(steps, f"{kind}_ranks_bytes"):
                 values["of which this run's ranks, most on a node"] = format_bytes(max(own_bytes))
     values["saves"] = str(len(run.events_of_kind("checkpoint")))
     values["governor's actions"] = str(len(run.governor_actions))
@@ -287,10 +287,10 @@ def running_s(run: Run) -> float:
 
 def goodput(run: Run) -> float:
     """Return the share of the running time of all starts that went into steps that count."""
-    return min(1.0, sum(known_numbers(run.steps, "step_s")) / max(running_s(run), 1e-9))
+    return min(1.0, sum(numeric_values(run.steps, "step_s")) / max(running_s(run), 1e-9))
 
 
-def list_start_facts(run: Run) -> Rows:
+def list_start_facts(run: Run) -> FactRows:
     """Return what the newest start logged about itself."""
     start = run.start
     tags = run.settings.get("run.tags")
@@ -311,7 +311,7 @@ def list_start_facts(run: Run) -> Rows:
     return [(name, str(value)) for name, value in rows if value]
 
 
-def list_machine_facts(run: Run) -> Rows:
+def list_machine_facts(run: Run) -> FactRows:
     """Return the software and hardware of the newest start."""
     start, last = run.start, run.steps[-1] if run.steps else {}
     limits = ", ".join(
@@ -322,7 +322,7 @@ def list_machine_facts(run: Run) -> Rows:
     hosts = start.get("hosts", {})
     host_texts = (f"{host} ({format_quantity(count, 'rank')})" for host, count in hosts.items())
     versions = start.get("versions", {})
-    no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
+    no_links = _NO_LINKS_TEXT if (start.get("size") or 1) > 1 else ""
     rows = [
         ("hardware", start.get("hardware")),
         ("hosts", list_some(host_texts, 8)),
@@ -334,10 +334,10 @@ def list_machine_facts(run: Run) -> Rows:
     return [(name, str(value)) for name, value in rows if value]
 
 
-def list_data_facts(run: Run) -> Rows:
+def list_data_facts(run: Run) -> FactRows:
     """Return the documents, tokens, cuts and padding of the training data."""
     counts = run.start.get("counts", {})
-    rows: Rows = []
+    rows: FactRows = []
     names = {"held_out_documents": "held-out documents"}
     for key in ("examples", "documents", "held_out_documents", "tokens"):
         if key in counts:
@@ -352,8 +352,8 @@ def list_data_facts(run: Run) -> Rows:
     remarks = [str(remark) for remark in run.start.get("remarks", [])]
     if counts:
         rows.append(("cut, dropped, not learned", "; ".join(remarks) or "nothing"))
-    if tokens := sum(known_numbers(run.steps, "tokens")):
-        num_learned = sum(known_numbers(run.steps, "loss_tokens"))
+    if tokens := sum(numeric_values(run.steps, "tokens")):
+        num_learned = sum(numeric_values(run.steps, "loss_tokens"))
         rows.append(("trained on", f"{tokens:,.0f} tokens, {num_learned:,.0f} of them learned"))
     return rows
 
@@ -374,20 +374,20 @@ def describe_straggler(run: Run) -> str:
     return text
 
 
-def time_by_kind(run: Run) -> Rows:
+def time_breakdown(run: Run) -> FactRows:
     """Return the seconds of the whole run by kind, all starts together."""
     total_s = running_s(run)
     if not total_s:
         return []
     step_s, data_s, comm_s = (
-        sum(known_numbers(run.steps, k)) for k in ("step_s", "data_s", "comm_s")
+        sum(numeric_values(run.steps, k)) for k in ("step_s", "data_s", "comm_s")
     )
     parts = {
         "compute": step_s - data_s - comm_s,
         "messages, waiting for other ranks included": comm_s,
         "data": data_s,
-        "evaluation": sum(known_numbers(run.evals, "eval_s")),
-        "waiting for saves": sum(known_numbers(run.events_of_kind("checkpoint"), "blocked_s")),
+        "evaluation": sum(numeric_values(run.evals, "eval_s")),
+        "waiting for saves": sum(numeric_values(run.events_of_kind("checkpoint"), "blocked_s")),
     }
     parts["starting, and repeated steps"] = max(0.0, total_s - sum(parts.values()))
     rows = [
@@ -467,6 +467,6 @@ def event_text(event: Record) -> str:
             return str(event.get("message", ""))
 
 
-def known_numbers(rows: Iterable[Record], key: str) -> list[float]:
+def numeric_values(rows: Iterable[Record], key: str) -> list[float]:
     """Return the numbers that rows have under a key."""
     return [row[key] for row in rows if isinstance(row.get(key), int | float)]

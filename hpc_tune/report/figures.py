@@ -20,9 +20,9 @@ from hpc_tune.rundir.facts import divide_by_median
 from hpc_tune.units import format_count, format_quantity, format_seconds
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-GREY, RED = "#777777", "#b00020"
-MAX_CURVE_POINTS, MAX_DOTTED_POINTS = 300, 40  # of a curve, and of one that shows its dots
-_MAX_MARKS_PER_AXIS, _LEGEND_SIZE = 120, 8.5  # closer marks could not be distinguished; points
+GRAY, RED = "#777777", "#b00020"
+MAX_CURVE_POINTS, MAX_POINTS_WITH_MARKERS = 300, 40  # of a curve, and of one that shows its dots
+_MAX_MARKS_PER_AXIS, _LEGEND_FONT_SIZE = 120, 8.5  # closer marks could not be distinguished; points
 STEP_AXIS_LABEL, FIGURE_SIZE_INCHES = "optimizer step", (7.2, 3.6)
 Points = tuple[list[float], list[float]]
 DrawFigure = Callable[[Sequence[Run]], Figure | None]
@@ -36,7 +36,7 @@ def _loss_label(runs: Sequence[Run]) -> str:
 
 def _plot_loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
-    for run, color in _add_colors(runs):
+    for run, color in _runs_with_colors(runs):
         steps, losses = curve_points(run.steps, "step", "loss")
         axes.plot(steps, losses, color=color, lw=1.3, label=_make_label(runs, run, "training"))
         if run.evals:
@@ -48,7 +48,7 @@ def _plot_loss(runs: Sequence[Run]) -> Figure | None:
 def _plot_held_out_curve(
     axes: Axes, evals: Sequence[Record], x: str, y: str, **options: Any
 ) -> None:
-    marker = "o" if len(evals) <= MAX_DOTTED_POINTS else None
+    marker = "o" if len(evals) <= MAX_POINTS_WITH_MARKERS else None
     axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4)
 
 
@@ -58,7 +58,7 @@ def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
     lines = [
         (run, name, [{"step": row["step"], "loss": losses[name]} for row in run.evals
                      if name in (losses := row.get("eval_losses", {}))])
-        for run, _ in _add_colors(runs)
+        for run, _ in _runs_with_colors(runs)
         for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
     ]  # fmt: skip
     if len({name for _, name, _ in lines}) < 2:
@@ -75,7 +75,7 @@ def _plot_learning_rate(runs: Sequence[Run]) -> Figure | None:
     figure, (ax1, ax2) = _two_axes(STEP_AXIS_LABEL)
     ax1.set_ylabel("learning rate")
     ax2.set_ylabel("gradient norm")
-    for run, color in _add_colors(runs):
+    for run, color in _runs_with_colors(runs):
         ax1.plot(
             *curve_points(run.steps, "step", "lr"), color=color, label=_make_label(runs, run, "")
         )
@@ -94,7 +94,7 @@ def _plot_speed(runs: Sequence[Run]) -> Figure | None:
         ax2 = ax1
     ax1.set_ylabel("tokens per second")
     ax1.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    for run, color in _add_colors(runs):
+    for run, color in _runs_with_colors(runs):
         label = _make_label(runs, run, "")
         ax1.plot(*curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
         if has_mfu:
@@ -105,12 +105,12 @@ def _plot_speed(runs: Sequence[Run]) -> Figure | None:
     return _finish_figure(figure, ax1, *([ax2] if has_mfu else []))
 
 
-def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
+def _plot_step_time(runs: Sequence[Run]) -> Figure | None:
     """Draw the parts of the step time as a stack; for several runs, their means side by side."""
     names = ("compute", "messages", "data", "waiting for saves")
     if len(runs) == 1:
         figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds per step")
-        rows = _bin_means(_step_time_shares(runs[0]))
+        rows = _bin_means(_step_time_parts(runs[0]))
         if len(rows) < 2:
             return None
         steps = [row["step"] for row in rows]
@@ -121,7 +121,7 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
         axes.set_ylim(0, _axis_top([sum(row[name] for name in names) for row in rows]))
         return _finish_figure(figure, axes)
     figure, axes = _new_figure("mean seconds per step", "")
-    means = [_mean_row(_step_time_shares(run)) for run in runs if run.steps]
+    means = [_mean_row(_step_time_parts(run)) for run in runs if run.steps]
     if not means:
         return None
     offsets = [0.0] * len(means)
@@ -154,8 +154,8 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
         all_axes = (single_axes,)
     for axes, (label, used_key, limit_key) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
-        for run, color in _add_colors(runs):
-            rows = _keep_maxima(run.steps, used_key)
+        for run, color in _runs_with_colors(runs):
+            rows = _bin_maxima(run.steps, used_key)
             times = [_elapsed_s(run, row) / unit_s for row in rows]
             axes.plot(times, [row[used_key] / 2**30 for row in rows], color=color, lw=1.4,
                       label=_make_label(runs, run, "used"))  # fmt: skip
@@ -189,12 +189,14 @@ def _mark_events(axes: Axes, run: Run, unit_s: float) -> None:
                       transform=axes.get_xaxis_transform())  # fmt: skip
     for number, segment in enumerate(run.segments[1:]):
         text = "started again" if number == 0 else None
-        axes.axvline(segment.prior_running_s / unit_s, color=GREY, lw=2.5, alpha=0.5, label=text)
+        axes.axvline(segment.prior_running_s / unit_s, color=GRAY, lw=2.5, alpha=0.5, label=text)
 
 
-def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
+def _plot_rank_work(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds of a rank's own work")
-    pairs = [(run, color) for run, color in _add_colors(runs) if (run.start.get("size") or 1) > 1]
+    pairs = [
+        (run, color) for run, color in _runs_with_colors(runs) if (run.start.get("size") or 1) > 1
+    ]
     for run, color in pairs:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
         steps, slowest = curve_points(rows, "step", "most_work_s")
@@ -207,7 +209,7 @@ def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
     return _finish_figure(figure, axes)
 
 
-def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
+def _plot_memory_predictions(runs: Sequence[Run]) -> Figure | None:
     """Draw each phase's predicted and measured memory of the fullest rank."""
     memory = [event for run in runs[:1] for event in run.events_of_kind("memory")]
     phases = memory[-1].get("phases", {}) if memory else {}
@@ -228,7 +230,7 @@ def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
     return _finish_figure(figure, axes)
 
 
-def _step_time_shares(run: Run) -> list[dict[str, float]]:
+def _step_time_parts(run: Run) -> list[dict[str, float]]:
     """Return the parts of each step's time, and how long training waited for its save."""
     saves = run.events_of_kind("checkpoint")
     blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
@@ -257,7 +259,7 @@ def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [_mean_row(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
-def _keep_maxima(rows: Sequence[Record], key: str) -> list[Record]:
+def _bin_maxima(rows: Sequence[Record], key: str) -> list[Record]:
     """Return a few hundred rows, each the one with the largest value among its neighbors."""
     known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
     width = max(1, len(known) // MAX_CURVE_POINTS)
@@ -306,7 +308,7 @@ def _elapsed_s(run: Run, row: Record) -> float:
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
-def _add_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def _runs_with_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
     colored_runs = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
     return ((run, color) for run, color in colored_runs if run.steps or run.evals)
@@ -352,9 +354,9 @@ def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
         # A letter is a little over half as wide as high; the legend's line takes four letters.
-        column = _LEGEND_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
+        column = _LEGEND_FONT_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
-            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_SIZE,
+            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_FONT_SIZE,
             ncols=max(1, min(4, len(labels), int(FIGURE_SIZE_INCHES[0] / column))),
         )  # fmt: skip
     return figure
@@ -372,7 +374,7 @@ def _has_data(axes: Axes) -> bool:
 # -- All starts of one run on one time axis: the loss, and below it the events.
 
 
-_LETTER_WIDTH, _LABEL_POINTS = 0.0125, 8  # of a start's label: share of the axis, font points
+_LETTER_WIDTH, _LABEL_FONT_SIZE = 0.0125, 8  # of a start's label: share of the axis, font points
 
 
 def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
@@ -434,12 +436,14 @@ def _draw_starts(ax1: Axes, ax2: Axes, run: Run, unit_s: float) -> None:
         for text in (", ".join(filter(None, (start_name, ranks, start.layout))), start_name,
                      str(start.number)):  # fmt: skip
             if len(text) * _LETTER_WIDTH * axis_width < width:
-                ax2.text(begin + width / 2, 0, text, size=_LABEL_POINTS, ha="center", va="center")
+                ax2.text(
+                    begin + width / 2, 0, text, size=_LABEL_FONT_SIZE, ha="center", va="center"
+                )
                 break
         if start.number > 1:
             wait_label = f"started again after {format_seconds(start.wait_s)}"
             label = wait_label if len(all_starts) == 2 else "started again"
-            ax1.axvline(begin, color=GREY, lw=1.5, ls=":",
+            ax1.axvline(begin, color=GRAY, lw=1.5, ls=":",
                         label=label if start.number == 2 else None)  # fmt: skip
 
 
@@ -465,8 +469,8 @@ def _draw_event_lanes(axes: Axes, run: Run, unit_s: float) -> None:
 # -- Rank x step: how long each rank worked, relative to the median rank of that step.
 
 
-_MAX_HEATMAP_ROWS, _MAX_HEATMAP_COLUMNS, _HEAT_COLORS = 128, 200, 12
-_MIN_TOP_RATIO, _MAX_TOP_RATIO = 1.2, 3.0  # bounds of the scale's top, so that noise stays pale
+_MAX_HEATMAP_ROWS, _MAX_HEATMAP_COLUMNS, _NUM_HEATMAP_COLORS = 128, 200, 12
+_MIN_SCALE_TOP, _MAX_SCALE_TOP = 1.2, 3.0  # bounds of the scale's top, so that noise stays pale
 
 
 def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -486,9 +490,9 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
         list(zip(*cells, strict=True)),
         aspect="auto",
         interpolation="none",
-        cmap=colormaps["YlOrRd"].resampled(_HEAT_COLORS),
+        cmap=colormaps["YlOrRd"].resampled(_NUM_HEATMAP_COLORS),
         vmin=1.0,
-        vmax=min(_MAX_TOP_RATIO, max(_MIN_TOP_RATIO, highest)),
+        vmax=min(_MAX_SCALE_TOP, max(_MIN_SCALE_TOP, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
@@ -518,7 +522,7 @@ def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> lis
 # -- Layer x expert: tokens of each expert of a mixture, relative to the mean of its layer.
 
 
-_MIN_EXPERT_TOP, _MAX_EXPERT_TOP = 2.0, 8.0  # bounds of the scale's top, in means
+_MIN_EXPERT_SCALE_TOP, _MAX_EXPERT_SCALE_TOP = 2.0, 8.0  # bounds of the scale's top, in means
 
 
 def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -536,7 +540,9 @@ def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
         aspect="auto",
         interpolation="none",
         cmap="RdBu_r",
-        norm=TwoSlopeNorm(1.0, 0.0, min(_MAX_EXPERT_TOP, max(_MIN_EXPERT_TOP, highest))),
+        norm=TwoSlopeNorm(
+            1.0, 0.0, min(_MAX_EXPERT_SCALE_TOP, max(_MIN_EXPERT_SCALE_TOP, highest))
+        ),
     )
     figure.colorbar(image, ax=axes, label="tokens, x the layer's mean", extend="max")
     axes.set_title(f"steps {line['since'] + 1:.0f} to {line['step']:.0f}", fontsize=10)
@@ -553,12 +559,12 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
 # -- Figures of training on preferences: its effect on chosen and rejected answers.
 
 
-def _plot_pair(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
+def _plot_two_metrics(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     """Draw two measures; ``measures``: axis label by name in the metrics."""
     figure, all_axes = _two_axes(STEP_AXIS_LABEL)
     for axes, (name, label) in zip(all_axes, measures.items(), strict=True):
         axes.set_ylabel(label)
-        for run, color in _add_colors(runs):
+        for run, color in _runs_with_colors(runs):
             curve = curve_points(run.steps, "step", f"preferences.{name}")
             axes.plot(*curve, color=color, lw=1.3, label=_make_label(runs, run, "training"))
             options = {"color": color, "label": _make_label(runs, run, "held-out")}
@@ -568,10 +574,10 @@ def _plot_pair(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
 
 # The share of pairs whose chosen answer has the higher reward, and the difference of rewards.
 _REWARD_LABELS = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
-_plot_reward = partial(_plot_pair, measures=_REWARD_LABELS)
+_plot_reward = partial(_plot_two_metrics, measures=_REWARD_LABELS)
 # The log-probabilities of the answers: both may fall while the margin grows.
 _plot_log_probs = partial(
-    _plot_pair,
+    _plot_two_metrics,
     measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
 )
 
@@ -583,11 +589,11 @@ FIGURES: tuple[tuple[str, str, DrawFigure], ...] = (
     ("preferences", "Preferences: accuracy and margin", _plot_reward),
     ("log-probs", "Preferences: log-probability of the answers, per token", _plot_log_probs),
     ("memory", "Memory against its limits", _plot_memory),
-    ("step-time", "Where a step's time went, on rank 0", _plot_step_parts),
+    ("step-time", "Where a step's time went, on rank 0", _plot_step_time),
     ("speed", "Speed", _plot_speed),
     ("rate", "Learning rate and gradient norm", _plot_learning_rate),
-    ("ranks", "The ranks' own work: slowest and fastest", _plot_ranks),
-    ("foreseen", "Memory by phase", _plot_predictions),
+    ("ranks", "The ranks' own work: slowest and fastest", _plot_rank_work),
+    ("foreseen", "Memory by phase", _plot_memory_predictions),
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", _rank_heatmap),
     ("experts", "Tokens of each expert: white is even, blue has few", _expert_heatmap),
 )

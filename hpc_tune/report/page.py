@@ -20,7 +20,6 @@ from hpc_tune.files import write_file
 from hpc_tune.report.facts import (
     START_TABLE_HEADERS,
     Start,
-    advise_next,
     changed_settings,
     compare_predictions,
     describe_end,
@@ -29,17 +28,18 @@ from hpc_tune.report.facts import (
     event_text,
     find_adapter,
     goodput,
-    key_numbers,
-    known_numbers,
     list_data_facts,
     list_machine_facts,
     list_start_facts,
     list_starts,
     mean_sent_bytes,
+    numeric_values,
     rerun_command,
     running_s,
     start_rows,
-    time_by_kind,
+    suggest_next_action,
+    summary_metrics,
+    time_breakdown,
 )
 from hpc_tune.report.figures import curve_points, draw_figures
 from hpc_tune.report.read import Record, Run, find_jobs_energy, find_setting_differences, read_run
@@ -146,10 +146,10 @@ _CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
     *("host_bytes", "host_ranks_bytes", "device_bytes", "most_work_s", "least_work_s"),
 )
-_DIGITS, _MAX_CURVE_POINTS = 5, 150
+_CURVE_DIGITS, _MAX_CURVE_POINTS = 5, 150
 _HELD_OUT_PREFIX = "eval_preferences."
 # Fields whose keys in the JSON, which programs read, are others.
-_JSON_KEYS = {
+_RENAMED_JSON_KEYS = {
     "wait_s": "waited_s",
     "prior_running_s": "before_s",
     "ending": "ended",
@@ -191,12 +191,12 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
         "preferences": [
             measures | {"step": row["step"]}
             for row in run.evals
-            if (measures := _held_out_measures(row))
+            if (measures := _held_out_preference_metrics(row))
         ],
         "curves": {
             name: {
                 "step": list(map(round, steps)),
-                name: [float(f"{value:.{_DIGITS}g}") for value in values],
+                name: [float(f"{value:.{_CURVE_DIGITS}g}") for value in values],
             }
             for name, (steps, values) in curves.items()
             if steps
@@ -214,10 +214,10 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
 
 
 def _as_json_object(value: Start | RunEnergy) -> dict[str, Any]:
-    return {_JSON_KEYS.get(name, name): field for name, field in asdict(value).items()}
+    return {_RENAMED_JSON_KEYS.get(name, name): field for name, field in asdict(value).items()}
 
 
-def _held_out_measures(row: Record) -> dict[str, float]:
+def _held_out_preference_metrics(row: Record) -> dict[str, float]:
     return {
         name.removeprefix(_HELD_OUT_PREFIX): value
         for name, value in row.items()
@@ -271,7 +271,7 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) ->
             ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
         )
         parts = [
-            _render_heading(run),
+            _render_summary(run),
             _render_grid([*rendered_figures, *gap_cards]),
             *cards_below,
             *_detail_cards(run),
@@ -332,7 +332,7 @@ def _detail_cards(run: Run) -> Iterator[str]:
 
 def _render_time_card(run: Run) -> str:
     return _render_card(
-        "Where the time went", _render_table(None, time_by_kind(run), "nothing is known")
+        "Where the time went", _render_table(None, time_breakdown(run), "nothing is known")
     )
 
 
@@ -341,7 +341,7 @@ def _render_all_settings(run: Run) -> str:
     return f"<details><summary>All settings</summary><pre>{_escape(text)}</pre></details>"
 
 
-def _render_heading(run: Run) -> str:
+def _render_summary(run: Run) -> str:
     """Return the first screen: how the run ended, its result, what to do next, main figures."""
     described_keys = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
@@ -356,10 +356,10 @@ def _render_heading(run: Run) -> str:
         for key, value in run.outcome.items()
         if key not in described_keys
     ]
-    rows.append(("Next", advise_next(run)))
+    rows.append(("Next", suggest_next_action(run)))
     if command := rerun_command(run):
         rows.append(("To repeat it", command))
-    chosen_log_probs = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
+    chosen_log_probs = numeric_values(run.comparable_evals, "eval_preferences.chosen_log_prob")
     if warning := facts.likelihood_displacement_warning(
         facts.longest_falling_streak(chosen_log_probs)
     ):
@@ -367,7 +367,7 @@ def _render_heading(run: Run) -> str:
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_escape(name)}</span><b>{_escape(value)}</b></div>"
-        for name, value in key_numbers(run).items()
+        for name, value in summary_metrics(run).items()
     )
     return (
         f'<section class="card{warn}"><h1>{_escape(run.name)} '
@@ -388,7 +388,7 @@ def _render_comparison(runs: Sequence[Run]) -> Iterator[str]:
             "none differs",
         ),
     )
-    all_facts = [key_numbers(run) for run in runs]
+    all_facts = [summary_metrics(run) for run in runs]
     fact_names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("how it ended", *(f"{run.state}: {describe_end(run)}" for run in runs))]
     rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
@@ -472,13 +472,13 @@ def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, s
     """Return (name, caption, SVG element) of figures; each glyph is defined once for all."""
     seen_glyphs: set[str] = set()
 
-    def once(glyph: re.Match[str]) -> str:
+    def drop_repeated_glyph(glyph: re.Match[str]) -> str:
         is_new = glyph[1] not in seen_glyphs
         seen_glyphs.add(glyph[1])
         return glyph[0] if is_new else ""
 
     return [
-        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', once, _render_svg(name, figure),
+        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', drop_repeated_glyph, _render_svg(name, figure),
                                flags=re.DOTALL))
         for name, caption, figure in figures
     ]  # fmt: skip

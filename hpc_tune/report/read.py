@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_job_energy, counts_energy
+from hpc_tune.cluster.schedulers import ask_job_energy, can_report_energy
 from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import warn_unreadable
@@ -51,7 +51,7 @@ _MAX_ASKED_STARTS = 1000  # the newest ones, as the length of a command line is 
 _NOT_ASKED_MESSAGE = (
     "{} was not asked, since a job's energy is known only after its end: write the report again"
 )
-AskJobEnergy = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
+JobEnergyQuery = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class JobsEnergy:
 
 
 def find_jobs_energy(
-    events: Iterable[Mapping[str, Any]], asks_scheduler: bool, ask: AskJobEnergy = ask_job_energy
+    events: Iterable[Mapping[str, Any]], asks_scheduler: bool, ask: JobEnergyQuery = ask_job_energy
 ) -> JobsEnergy | None:
     """Return the energy of a run's jobs; None without jobs whose scheduler counts energy.
 
@@ -72,7 +72,7 @@ def find_jobs_energy(
     starts: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         scheduler = str(event.get("scheduler"))
-        if event.get("kind") == "start" and event.get("job") and counts_energy(scheduler):
+        if event.get("kind") == "start" and event.get("job") and can_report_energy(scheduler):
             starts.setdefault(scheduler, []).append((str(event["job"]), event["time"]))
     if not starts:
         return None
@@ -92,20 +92,20 @@ def _sum_energies(energies: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
     for part in energies:
         if part.joules is None:
             reasons.setdefault(part.reason, []).append(part.job)
-    notes = [f"not known: {_job_names(jobs)} ({reason})" for reason, jobs in reasons.items()]
+    notes = [f"not known: {_describe_jobs(jobs)} ({reason})" for reason, jobs in reasons.items()]
     if not known:
         return JobsEnergy(None, "; ".join(notes))
     joules = sum(part.joules or 0.0 for part in known)
     text = (
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
-        f"{_job_names([part.job for part in known])}, from start to end, including other jobs there"
+        f"{_describe_jobs([part.job for part in known])}, from start to end, including other jobs there"
     )
     if any(part.is_sum_of_steps for part in known):
         text += "; this is the sum of job steps, several of which can count the same node"
     return JobsEnergy(joules, "; ".join([text, *notes]))
 
 
-def _job_names(jobs: Sequence[str]) -> str:
+def _describe_jobs(jobs: Sequence[str]) -> str:
     names = list(dict.fromkeys(jobs))
     return f"job{'s' if len(names) > 1 else ''} {list_some(names, 4)}"
 
@@ -118,7 +118,7 @@ _MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
 _READ_CHUNK_BYTES = 1 << 22
 # Number fields are float here. Fields that are not declared are text, as are the governor's fields
 # that the report uses.
-_EVENT_TYPES = {
+_EVENT_FIELD_TYPES = {
     name: of_type
     for kind in EVENT_KINDS.keys() - {"governor"}
     for declared in (EVENT_FIELDS, EVENT_KINDS[kind].fields)
@@ -135,7 +135,7 @@ def _holds_dict(field: Field[Any]) -> bool:
 # Rows share these names: with names of their own, a hundred thousand rows would take 140 MB more.
 # Fields that the report does not use are left out: a dict of more than 21 takes twice the memory.
 _UNREAD_METRICS = {"epoch", "device_util", "samples_seen", "experts", "eval_pairs"}
-_METRICS = {
+_HOLDS_DICT_BY_METRIC = {
     field.name: _holds_dict(field)
     for field in (*fields(StepMetrics), *fields(EvalMetrics))
     if field.name not in _UNREAD_METRICS
@@ -266,20 +266,20 @@ class LineReader:
     def __init__(self, path: Path, clean: Callable[[Record], Record] = dict) -> None:
         """Prepare to read ``path``; ``clean`` returns the usable fields of an object."""
         self._path, self._clean, self._rows = path, clean, list[Record]()
-        self._offset, self._rest, self._file = 0, b"", 0
+        self._offset, self._partial_line, self._inode = 0, b"", 0
 
     def read(self) -> list[Record]:
         """Return the objects of all complete lines read so far; other lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._file or status.st_size < self._offset:
-                    self._rows, self._offset, self._rest = [], 0, b""
-                    self._file = status.st_ino
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._rows, self._offset, self._partial_line = [], 0, b""
+                    self._inode = status.st_ino
                 file.seek(self._offset)
                 while chunk := file.read(_READ_CHUNK_BYTES):
                     self._offset += len(chunk)
-                    *complete_lines, self._rest = (self._rest + chunk).split(b"\n")
+                    *complete_lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
                     self._add_rows(complete_lines)
         except OSError as error:
             warn_unreadable(self._path, error)
@@ -301,11 +301,11 @@ def read_run(path: Path) -> Run:
     Raises:
         ConfigError: if it is neither.
     """
-    path = find_run(path)
-    return make_run(path, *(lines.read() for lines in open_logs(path)))
+    path = find_run_dir(path)
+    return build_run_from_records(path, *(lines.read() for lines in open_record_readers(path)))
 
 
-def open_logs(path: Path) -> tuple[LineReader, ...]:
+def open_record_readers(path: Path) -> tuple[LineReader, ...]:
     """Return readers of metrics, events, ranks and experts.jsonl of the run at ``path``."""
     return (
         LineReader(path / METRICS_FILE, _clean_metrics),
@@ -315,15 +315,15 @@ def open_logs(path: Path) -> tuple[LineReader, ...]:
     )
 
 
-def find_run(path: Path) -> Path:
+def find_run_dir(path: Path) -> Path:
     """Return the run directory ``path``, or the run directory of the checkpoint ``path``.
 
     Raises:
         ConfigError: if it is neither.
     """
-    if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
+    if path.is_dir() and not _is_run_dir(path) and _is_run_dir(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
-    if not _is_run(path):
+    if not _is_run_dir(path):
         problem = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "not a folder"
         raise ConfigError(
             f"{path} is {problem}; expected the run directory (run.dir) of a training run"
@@ -332,14 +332,14 @@ def find_run(path: Path) -> Path:
     return path
 
 
-def make_run(
+def build_run_from_records(
     path: Path,
     lines: Sequence[Record],
     events: Sequence[Record],
     ranks: Sequence[Record],
     experts: Sequence[Record],
 ) -> Run:
-    """Build the run at ``path`` from the rows that the readers of ``open_logs`` returned."""
+    """Build the run at ``path`` from the rows that the readers of ``open_record_readers`` returned."""
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
@@ -372,7 +372,7 @@ def find_setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]
     return differences
 
 
-def _is_run(path: Path) -> bool:
+def _is_run_dir(path: Path) -> bool:
     return any((path / name).is_file() for name in (RESOLVED_CONFIG, METRICS_FILE))
 
 
@@ -387,7 +387,7 @@ def _keep_numbers(row: Record) -> Record:
 def _clean_metrics(row: Record) -> Record:
     """Return a row's numbers, dicts of numbers, and numbers of preferences under dotted names."""
     valid_fields: dict[str, Any] = {}
-    for name, holds_dict in _METRICS.items():
+    for name, holds_dict in _HOLDS_DICT_BY_METRIC.items():
         value = row.get(name)
         if not holds_dict:
             if _is_number(value):
@@ -428,7 +428,7 @@ def _clean_event(event: Record) -> Record:
     numbers = _keep_numbers(event)
     valid_fields: dict[str, Any] = {}
     for name, value in event.items():
-        expected_type = _EVENT_TYPES.get(name, str)
+        expected_type = _EVENT_FIELD_TYPES.get(name, str)
         if name in numbers if expected_type is float else isinstance(value, expected_type):
             valid_fields[name] = value
     if "counts" in valid_fields:

@@ -16,8 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_tune.report.facts import describe_straggler, event_text, goodput, known_numbers
-from hpc_tune.report.read import Record, Run, find_run, make_run, open_logs
+from hpc_tune.report.facts import describe_straggler, event_text, goodput, numeric_values
+from hpc_tune.report.read import (
+    Record,
+    Run,
+    build_run_from_records,
+    find_run_dir,
+    open_record_readers,
+)
 from hpc_tune.units import format_bytes, format_count, format_quantity, format_seconds
 
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
@@ -26,7 +32,7 @@ _HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text
 _STATE_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
-def watch_runs(path: Path, interval_s: float, show_once: bool) -> None:
+def watch_run(path: Path, interval_s: float, show_once: bool) -> None:
     """Show the run at ``path`` until it ends, and read it every ``interval_s`` seconds.
 
     With ``show_once``, or if stdout is not a terminal, show it only once.
@@ -34,11 +40,11 @@ def watch_runs(path: Path, interval_s: float, show_once: bool) -> None:
     Raises:
         ConfigError: if ``path`` is neither a run directory nor a checkpoint in one.
     """
-    path, console = find_run(path), Console()
-    lines = open_logs(path)
+    path, console = find_run_dir(path), Console()
+    lines = open_record_readers(path)
 
     def read() -> Run:
-        return make_run(path, *(file.read() for file in lines))
+        return build_run_from_records(path, *(file.read() for file in lines))
 
     run = read()
     if show_once or not console.is_terminal:
@@ -56,7 +62,7 @@ def _render_run(run: Run) -> RenderableType:
     title = Text.assemble((run.name, "bold"), "  ", (run.state, f"bold {color}"))
     parts: list[RenderableType] = [Text(run.reason)]
     if run.steps:
-        parts += [_render_progress(run), _render_figures(run)]
+        parts += [_render_progress(run), _render_metrics(run)]
     else:
         parts.append(Text("no optimizer step yet"))
     return Panel(
@@ -77,7 +83,7 @@ def _render_progress(run: Run) -> RenderableType:
     return line
 
 
-def _render_figures(run: Run) -> RenderableType:
+def _render_metrics(run: Run) -> RenderableType:
     last, table = run.steps[-1], Table.grid(padding=(0, 2))
     losses = [row["loss"] for row in run.steps if row.get("loss") is not None]
     if losses:
@@ -90,24 +96,24 @@ def _render_figures(run: Run) -> RenderableType:
                 row["eval_losses"][name] for row in evals if name in row.get("eval_losses", {})
             ]
             table.add_row(f"  {name}", f"{source_losses[-1]:.4f}", sparkline(source_losses))
-    if held_out := known_numbers(evals, "eval_preferences.accuracy"):
+    if held_out := numeric_values(evals, "eval_preferences.accuracy"):
         table.add_row("held-out accuracy", f"{held_out[-1]:.1%}", sparkline(held_out))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
     if speeds:
         table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))
     step_s = last.get("step_s") or 0.0
-    shares = {name: (last.get(key) or 0.0) for name, key in _STEP_SHARES.items()}
+    shares = {name: (last.get(key) or 0.0) for name, key in _STEP_WAIT_FIELDS.items()}
     text = ", ".join(f"{value / step_s:.0%} {name}" for name, value in shares.items() if step_s)
     table.add_row("step", f"{step_s:.3g} s", text)
     for kind in ("host", "device"):
         if last.get(f"{kind}_bytes"):
             table.add_row(*_render_memory(last, kind))
-    for row in _list_facts(run):
+    for row in _list_status_rows(run):
         table.add_row(*row)
     return table
 
 
-def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
+def _list_status_rows(run: Run) -> Iterator[tuple[str, Text, Text]]:
     """Yield facts that are not curves: layout, starts, newest save, governor, slowest rank."""
     if "layout" in run.start:
         layout, _, reason = str(run.start["layout"]).partition(": ")
@@ -127,7 +133,7 @@ def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
         yield "slowest rank", Text(slowest_rank), Text(f"in {how_often}")
 
 
-_STEP_SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
+_STEP_WAIT_FIELDS = {"in messages": "comm_s", "waiting for data": "data_s"}
 
 
 def _render_memory(row: Record, kind: str) -> list[RenderableType]:

@@ -21,7 +21,7 @@ from hpc_tune.units import format_energy
 
 ENERGY_EVENT = "energy"
 WHOLE_NODES = "whole nodes"
-_UNKNOWN_STARTS = "not known for {} of {} starts, which were killed, failed, or are not over"
+_UNKNOWN_STARTS_NOTE = "not known for {} of {} starts, which were killed, failed, or are not over"
 _OTHER_JOBS_NOTE = "other jobs on these nodes, if any, included"
 
 
@@ -64,7 +64,7 @@ class RunEnergy:
         notes = [f"not known: {part}" for part in self.missing]
         notes += [_OTHER_JOBS_NOTE] if self.has_other_jobs and self.joules is not None else []
         notes += (
-            [_UNKNOWN_STARTS.format(self.num_unknown_starts, self.starts)]
+            [_UNKNOWN_STARTS_NOTE.format(self.num_unknown_starts, self.starts)]
             if self.num_unknown_starts
             else []
         )
@@ -146,11 +146,11 @@ JsonRow = Mapping[str, Any]
 class StartHistory:
     """History of all starts of a run before its newest.
 
-    ``failures`` in ``running_s`` seconds of running; ``waits_s``: how long training waited for each
+    ``num_failures`` in ``running_s`` seconds of running; ``waits_s``: how long training waited for each
     save, the newest last.
     """
 
-    failures: int = 0
+    num_failures: int = 0
     running_s: float = 0.0
     waits_s: tuple[float, ...] = ()
 
@@ -163,12 +163,12 @@ def read_start_history(run_dir: Path) -> StartHistory:
     """
     events = _drop_newest_start(list(_read_rows(run_dir / EVENTS_FILE)))
     if (run_dir / STARTS_FILE).exists():
-        failures = sum(map(is_failure, _read_rows(run_dir / STARTS_FILE)))
+        num_failures = sum(map(is_failure, _read_rows(run_dir / STARTS_FILE)))
     else:
-        failures = _num_killed_starts(events)
+        num_failures = _num_killed_starts(events)
     waits = (event.get("blocked_s") for event in events if event.get("kind") == "checkpoint")
     waits_s = tuple(float(wait) for wait in waits if isinstance(wait, int | float))
-    return StartHistory(failures, _running_s(events), waits_s)
+    return StartHistory(num_failures, _running_s(events), waits_s)
 
 
 def is_failure(start: JsonRow) -> bool:

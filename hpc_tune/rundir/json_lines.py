@@ -37,7 +37,7 @@ class AtomicAppender:
             OSError: if it cannot be opened.
         """
         self._file: FileIO | None = FileIO(path, "a")
-        self._warned = False
+        self._has_warned = False
 
     def append(self, data: bytes) -> None:
         """Append ``data`` whole, or nothing if the file system refuses."""
@@ -49,11 +49,11 @@ class AtomicAppender:
                 os.ftruncate(self._file.fileno(), self._file.tell() - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if not self._warned:
+            if not self._has_warned:
                 log.warning(
                     "%s cannot be written, lines are lost: %s", self._file.name, error.strerror
                 )
-            self._warned = True
+            self._has_warned = True
 
     def close(self) -> None:
         """Close the file; later appends are dropped."""

@@ -17,7 +17,13 @@ from hpc_tune.cluster.launchers import explain_command_failure, run_hpc_tune_com
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.files import write_file
 from hpc_tune.log import log, warn_unreadable
-from hpc_tune.memory.host import REPORT_BYTES, HostLimit, find_host_limit, oom_kills, spare_bytes
+from hpc_tune.memory.host import (
+    REPORT_PROCESS_BYTES,
+    HostLimit,
+    find_host_limit,
+    oom_kills,
+    spare_bytes,
+)
 from hpc_tune.memory.policy import HOST_LIMITS, Level
 from hpc_tune.rundir.json_lines import METRICS_FILE, RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
@@ -94,7 +100,7 @@ def _remove_stop_file(file: Path) -> None:
         log.warning("%s %s: remove it, or the next start will stop too", file, problem)
 
 
-def reserve_outcome(run_dir: Path) -> None:
+def reserve_outcome_space(run_dir: Path) -> None:
     """Reserve disk space for this run's outcome, then remove that of the last run.
 
     Raises:
@@ -114,7 +120,7 @@ def read_outcome(run_dir: Path) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def read_ending(run_dir: Path) -> dict[str, Any] | None:
+def read_valid_outcome(run_dir: Path) -> dict[str, Any] | None:
     """Return the fields of outcome.json if they tell how a start ended; None otherwise.
 
     ``status``, ``reason`` and ``exit_code`` are then there and of the right types. If the file is
@@ -195,7 +201,7 @@ class HeartbeatFile:
     def __init__(self, path: Path, host: str, limit: HostLimit) -> None:
         """Write to ``path``, whose folder must exist before the first ``beat``."""
         self._path: Path | None = path
-        self._host, self._limit, self._kills = host, limit, oom_kills(limit)
+        self._host, self._limit, self._initial_oom_kills = host, limit, oom_kills(limit)
 
     def beat(self, phase: str, used: int) -> None:
         """Write what the run does and how many bytes the node uses; give up if that fails."""
@@ -203,7 +209,15 @@ class HeartbeatFile:
             return
         limit = self._limit
         cgroup = None if limit.cgroup is None else str(limit.cgroup)
-        fields = (phase, self._host, used, limit.num_bytes, limit.source, cgroup, self._kills)
+        fields = (
+            phase,
+            self._host,
+            used,
+            limit.num_bytes,
+            limit.source,
+            cgroup,
+            self._initial_oom_kills,
+        )
         try:
             write_heartbeat(Heartbeat(time.time(), *fields), self._path)
         except OSError:
@@ -337,7 +351,7 @@ def run_report_command(run_dir: Path) -> None:
         return
     command = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
     free_bytes = spare_bytes(find_host_limit())
-    if free_bytes < REPORT_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
+    if free_bytes < REPORT_PROCESS_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
         log.warning(
             "no report: %s of memory left; write it with: %s", format_bytes(free_bytes), command
         )

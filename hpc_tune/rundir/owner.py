@@ -39,14 +39,14 @@ from hpc_tune.world.stop import process_start_s
 
 LOCK_FILE = "live.json"
 _UNKNOWN_INODE = -1  # the file system did not answer
-EndRun = Callable[[HpcTuneError], None]
+EndRunCallback = Callable[[HpcTuneError], None]
 
 
 class InUseError(ConfigError):
     """The run directory belongs to another job, and this job must write nothing into it."""
 
 
-class MovedError(InUseError):
+class RunDirMovedError(InUseError):
     """The run directory was moved; what has its name now does not belong to this job."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -94,7 +94,7 @@ def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.enviro
         nonce,
         socket.gethostname(),
         os.getpid(),
-        _process_start(os.getpid()) or "",
+        _process_start_ticks(os.getpid()) or "",
         _pid_scope(),
         str(run_dir.resolve()),
         "" if job is None else job.id,
@@ -106,7 +106,7 @@ def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.enviro
 def is_owner_alive(owner: Owner, this_owner: Owner) -> bool | None:
     """Return whether the job of ``owner`` lives; None if this process cannot know."""
     if owner.place == this_owner.place:
-        if _process_start(owner.pid) != owner.start:
+        if _process_start_ticks(owner.pid) != owner.start:
             return False
         # The lock may have come with a copy.
         return True if owner.folder == this_owner.folder else None
@@ -122,15 +122,15 @@ class RunLock:
         self,
         run_dir: Path,
         this_owner: Owner,
-        on_lost: EndRun,
+        on_lost: EndRunCallback,
         touch_every_s: float = liveness.LOCK_TOUCH_EVERY_S,
         silent_s: float = liveness.LOCK_STALE_S,
     ) -> None:
         """``on_lost`` is called from a thread if another job takes ``run_dir`` over."""
-        self._path, self._own, self._end_run = run_dir / LOCK_FILE, this_owner, on_lost
+        self._path, self._this_owner, self._end_run = run_dir / LOCK_FILE, this_owner, on_lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._watcher = liveness.Watcher("run-lock", touch_every_s, self._renew_lock)
-        self._folder: int | None = None
+        self._inode: int | None = None
 
     def acquire(self) -> None:
         """Acquire the run directory for this job, and renew the lock while it runs.
@@ -145,7 +145,7 @@ class RunLock:
             if lock_state is None:
                 continue
             owner, touched_s, age_s = lock_state
-            is_alive = None if owner is None else is_owner_alive(owner, self._own)
+            is_alive = None if owner is None else is_owner_alive(owner, self._this_owner)
             if is_alive or (first_touched_s is not None and touched_s != first_touched_s):
                 raise InUseError(
                     f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
@@ -169,20 +169,20 @@ class RunLock:
 
     def is_taken_over(self) -> bool:
         """Return whether another job has taken over the folder."""
-        return read_nonce(self._path) not in (None, self._own.nonce)
+        return read_nonce(self._path) not in (None, self._this_owner.nonce)
 
-    def remember_folder(self) -> None:
+    def remember_folder_inode(self) -> None:
         """Remember the inode of the run directory, to detect that it was moved; for any rank."""
-        self._folder = _folder_inode(self._path.parent)
+        self._inode = _folder_inode(self._path.parent)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of a failure: ``MovedError`` if the folder was moved, else ``error``."""
+        """Return the cause of a failure: ``RunDirMovedError`` if the folder was moved, else ``error``."""
         has_moved = not isinstance(error, InUseError) and self._has_moved()
-        return MovedError(self._path.parent) if has_moved else error
+        return RunDirMovedError(self._path.parent) if has_moved else error
 
     def _has_moved(self) -> bool:
-        return self._folder is not None and _folder_inode(self._path.parent) not in (
-            self._folder,
+        return self._inode is not None and _folder_inode(self._path.parent) not in (
+            self._inode,
             _UNKNOWN_INODE,
         )
 
@@ -190,17 +190,17 @@ class RunLock:
         """Release the folder, if this rank has acquired it."""
         self._watcher.close()
         if self._watcher.has_started:
-            release_lock(self._path.parent, self._own.nonce)
+            release_lock(self._path.parent, self._this_owner.nonce)
 
     def _create_lock_file(self) -> bool:
         """Create the lock file if there is none; return whether it is this job's."""
         try:
             file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
-            return read_nonce(self._path) == self._own.nonce
+            return read_nonce(self._path) == self._this_owner.nonce
         try:
             with file:
-                json.dump(asdict(self._own), file)
+                json.dump(asdict(self._this_owner), file)
         except OSError:
             self._path.unlink(missing_ok=True)
             raise
@@ -208,13 +208,13 @@ class RunLock:
 
     def _take_over(self, owner: Owner | None) -> None:
         log.info("run.dir=%s: %s ended without releasing it", self._path.parent, owner or "another")
-        write_file(self._path, json.dumps(asdict(self._own)))
+        write_file(self._path, json.dumps(asdict(self._this_owner)))
         time.sleep(liveness.LOCK_SETTLE_S)
 
     def _renew_lock(self) -> bool:
         watcher, settle_s = self._watcher, liveness.LOCK_SETTLE_S
         if self._has_moved() and not watcher.wait(settle_s) and self._has_moved():
-            self._end_run(MovedError(self._path.parent))
+            self._end_run(RunDirMovedError(self._path.parent))
             return True
         if self.is_taken_over() and not watcher.is_closed:
             owner = (_read_owner(self._path) or (None,))[0]
@@ -320,7 +320,7 @@ def _folder_inode(folder: Path) -> int | None:
         return _UNKNOWN_INODE
 
 
-def _process_start(pid: int) -> str | None:
+def _process_start_ticks(pid: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if it is gone."""
     after_boot_s = process_start_after_boot_s(pid)
     return None if after_boot_s is None else f"{after_boot_s * os.sysconf('SC_CLK_TCK'):.0f}"
@@ -353,14 +353,14 @@ class UnfinishedStart:
     began_s: float
 
 
-def note_start(run_dir: Path, **fields: Any) -> None:
+def write_start_file(run_dir: Path, **fields: Any) -> None:
     """Note a start, so that the next supervise can find it. Errors are ignored."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / START_FILE, json.dumps(fields))
 
 
-def forget_start(run_dir: Path) -> None:
+def remove_start_file(run_dir: Path) -> None:
     """Remove the note of a start."""
     with contextlib.suppress(OSError):
         (run_dir / START_FILE).unlink()
@@ -385,7 +385,7 @@ def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, 
     """Return the status, the reason and the exit code of a start, as far as they are known."""
     with contextlib.suppress(OSError):
         is_newer = (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s
-        if is_newer and (ending := outcome.read_ending(run_dir)) is not None:
+        if is_newer and (ending := outcome.read_valid_outcome(run_dir)) is not None:
             return ending["status"], ending["reason"], ending["exit_code"]
     return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
 
@@ -399,10 +399,10 @@ _MAX_HINTS = 3
 def similar_runs_hint(path: Path) -> str:
     """Return a hint for a path that is not a run: runs inside it, or with similar names."""
     if path.is_dir():
-        newest = sorted(_runs_in(path), key=lambda run: run.stat().st_mtime, reverse=True)
+        newest = sorted(_list_run_dirs(path), key=lambda run: run.stat().st_mtime, reverse=True)
         run_list = ", ".join(map(str, newest[:_MAX_HINTS]))
         return f"; the newest runs in it: {run_list}" if newest else ""
-    sibling_runs = {run.name: run for run in _runs_in(path.parent)}
+    sibling_runs = {run.name: run for run in _list_run_dirs(path.parent)}
     similar_names = difflib.get_close_matches(path.name, sibling_runs, n=_MAX_HINTS)
     return (
         f"; did you mean {' or '.join(str(sibling_runs[name]) for name in similar_names)}?"
@@ -411,7 +411,7 @@ def similar_runs_hint(path: Path) -> str:
     )
 
 
-def _runs_in(folder: Path) -> list[Path]:
+def _list_run_dirs(folder: Path) -> list[Path]:
     try:
         return [entry for entry in folder.iterdir() if (entry / RESOLVED_CONFIG).is_file()]
     except OSError:
@@ -427,7 +427,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 PREPARED_FOLDER = "data"
 # Files that record the refusal, and files that the ending start removes itself.
-_KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS_FILE, LOCK_FILE}
+_KEPT_FILE_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS_FILE, LOCK_FILE}
 
 
 def list_run_files(run_dir: Path) -> frozenset[str] | None:
@@ -450,7 +450,7 @@ def remove_new_files(run_dir: Path, initial_files: frozenset[str]) -> list[str]:
     is_prepared = prepared_files is None or any(not name.startswith(".") for name in prepared_files)
     kept_names = {PREPARED_FOLDER} if is_prepared else set()  # otherwise it has only partial files
     for name in {
-        *((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES - kept_names),
+        *((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_FILE_NAMES - kept_names),
         STARTING_CONFIG,
     }:
         path = run_dir / name
@@ -459,7 +459,7 @@ def remove_new_files(run_dir: Path, initial_files: frozenset[str]) -> list[str]:
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return sorted((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_NAMES)
+    return sorted((list_run_files(run_dir) or frozenset()) - initial_files - _KEPT_FILE_NAMES)
 
 
 # -- Whether this user may resume a run that another user has started.
@@ -476,7 +476,7 @@ _CHANGED_FOLDERS = (
 )
 
 
-class AnothersError(InUseError):
+class RunPermissionError(InUseError):
     """The run directory belongs to another user, and this start must write nothing into it."""
 
 
@@ -486,13 +486,13 @@ def require_permissions(run_dir: Path) -> None:
     A missing permission is thus found before anything is changed, and for the files of all ranks.
 
     Raises:
-        AnothersError: if not, with the owner of the files and how to grant permission.
+        RunPermissionError: if not, with the owner of the files and how to grant permission.
     """
     paths = [path for path in _paths_to_write(run_dir) if path.exists() and not may_write(path)]
     paths += [path for path in _paths_to_read(run_dir) if path.exists() and not may_read(path)]
     if not paths:
         return
-    raise AnothersError(
+    raise RunPermissionError(
         f"run.dir={run_dir} is a run that this user may not continue: {list_some(paths, 1)} cannot "
         f"be opened. {describe_missing_permission(paths[0], run_dir)}"
     )

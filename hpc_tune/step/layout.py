@@ -60,7 +60,7 @@ class Layout:
         """How many ranks of the shard axis have the same experts."""
         return self.shard // self.expert
 
-    def size_of(self, axes: Iterable[str]) -> int:
+    def group_size(self, axes: Iterable[str]) -> int:
         """Return the number of ranks of a group along these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
@@ -188,7 +188,7 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def staging_problems(config: Any, num_blocks: int, ranks: int, stages_per_rank: int) -> list[str]:
+def pipeline_problems(config: Any, num_blocks: int, ranks: int, stages_per_rank: int) -> list[str]:
     """Return the reasons why a model cannot be cut into stages; empty if it can."""
     stages = ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
@@ -217,7 +217,7 @@ def balance_stages(
     The head costs as much as ``head_blocks`` blocks. Rank r has the stages r, r + num_ranks, ...
     """
 
-    def counts_with(last: int) -> list[int]:
+    def count_stage_blocks(last: int) -> list[int]:
         per_stage, remainder = divmod(num_blocks - last, num_stages - 1)
         return [per_stage + (i < remainder) for i in range(num_stages - 1)] + [last]
 
@@ -226,7 +226,7 @@ def balance_stages(
         slowest = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
         return slowest, max(costs), -min(costs)
 
-    choices = [counts_with(last) for last in range(1, num_blocks - num_stages + 2)]
+    choices = [count_stage_blocks(last) for last in range(1, num_blocks - num_stages + 2)]
     counts = min(choices, key=imbalance)
     starts = [sum(counts[:i]) for i in range(num_stages)]
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
@@ -238,23 +238,23 @@ def assign_stage_blocks(
     block_values: float,
     layout: Layout,
     stages_per_rank: int,
-    loss_share: float,
+    loss_token_fraction: float,
 ) -> list[range]:
     """Return the blocks of each stage; a block computes with ``block_values`` weights.
 
-    ``loss_share`` of the tokens reach the output head.
+    ``loss_token_fraction`` of the tokens reach the output head.
     """
     head_values = config.vocab_size * config.hidden_size
     return balance_stages(
         num_blocks,
         layout.pipeline * stages_per_rank,
-        loss_share * head_values / block_values,
+        loss_token_fraction * head_values / block_values,
         layout.pipeline,
     )
 
 
 @dataclass(frozen=True)
-class Pass:
+class PipelinePass:
     """One micro-batch forward or backward through the ``chunk``-th stage of a rank."""
 
     kind: Direction
@@ -262,7 +262,7 @@ class Pass:
     micro_batch: int
 
 
-def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
+def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[PipelinePass]:
     """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
 
     ``rank`` is one of ``ranks`` of the pipeline; each has ``chunks`` stages. With several of these,
@@ -271,12 +271,12 @@ def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[
     if chunks > 1 and num_micro % ranks:
         raise ValueError(f"{num_micro} micro-batches are not a multiple of {ranks} ranks")
 
-    def nth_pass(n: int, kind: Direction) -> Pass:
+    def nth_pass(n: int, kind: Direction) -> PipelinePass:
         if chunks == 1:
-            return Pass(kind, 0, n)
+            return PipelinePass(kind, 0, n)
         chunk = n // ranks % chunks
         micro_batch = n // (ranks * chunks) * ranks + n % ranks
-        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
+        return PipelinePass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
 
     total, later_ranks = num_micro * chunks, ranks - rank - 1
     warm_up = min(total, later_ranks if chunks == 1 else 2 * later_ranks + (chunks - 1) * ranks)
@@ -300,7 +300,7 @@ _COMMON_AXES = (
 _FSDP_AXES = (("shard",), ("replicate",), ("expert_shard",))
 
 
-def num_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
+def num_process_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
     """Return how many groups of several ranks the first rank is in, including the world.
 
     Groups of two neighbors in a pipeline are not counted. ``ties_ends``: the pipeline's first and

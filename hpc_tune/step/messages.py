@@ -17,7 +17,7 @@ from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces, splits_heads
 
-FIRST_AND_LAST_STAGE = ("ends of the pipeline",)
+FIRST_AND_LAST_STAGE_AXES = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
 FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES = 2, 2
 
@@ -26,7 +26,7 @@ FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES = 2, 2
 class Message:
     """A collective over ``axes`` of ``ranks`` ranks in all, or a send, ``times`` in a step.
 
-    ``axes`` may also be ``FIRST_AND_LAST_STAGE``: the first and the last rank of a pipeline.
+    ``axes`` may also be ``FIRST_AND_LAST_STAGE_AXES``: the first and the last rank of a pipeline.
     ``num_bytes`` of one message: what is summed, scattered or sent to a neighbor, or what every
     rank has after a gather.
     """
@@ -153,7 +153,7 @@ def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[
         embedding = sum(
             plan.add_fsdp_padding(w, w.num_bytes) for w in weight_groups if w.part == "embedding"
         )
-        yield Message("all_reduce", FIRST_AND_LAST_STAGE, 2, embedding // layout.shard)
+        yield Message("all_reduce", FIRST_AND_LAST_STAGE_AXES, 2, embedding // layout.shard)
 
 
 def tensor_messages(
@@ -164,14 +164,14 @@ def tensor_messages(
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
-    For blocks and the embedding see ``_summed_activations``. For the head, on the rank that has it:
+    For blocks and the embedding see ``_activation_all_reduces``. For the head, on the rank that has it:
     the gradient of its input, for tokens with loss, and three fp32 numbers for each (these twice if
     logits are recomputed). And what the model's plan gathers.
     """
     model, all_reduce = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
     tokens = sum(tokens for tokens, _ in computed_micros)
-    for token_bytes, times in _summed_activations(plan, recomputes, pp_rank):
+    for token_bytes, times in _activation_all_reduces(plan, recomputes, pp_rank):
         yield all_reduce(tokens * token_bytes, times)
     if pp_rank == plan.layout.pipeline - 1:
         chunk_tokens = max(MIN_CHUNK_TOKENS, TRAINED_HEAD_LOGITS_BYTES // (4 * model.vocab_size))
@@ -179,14 +179,14 @@ def tensor_messages(
             times = 2 if loss_tokens > chunk_tokens else 1
             yield all_reduce(loss_tokens * model.hidden_size * plan.activation_itemsize)
             yield all_reduce(loss_tokens * 3 * 4, times)
-    forward, backward = plan.size.gathered_features
+    forward, backward = plan.size.num_gathered_features
     features = (2 * forward if recomputes else forward) + backward
     blocks, model_blocks = len(plan.blocks_of_rank(pp_rank)), plan.size.blocks(model)
     if gathered_bytes := tokens * plan.itemsize * features * blocks // model_blocks:
         yield _collective(plan, "all_gather", ("tensor",), gathered_bytes)
 
 
-def _summed_activations(
+def _activation_all_reduces(
     plan: StepPlan, recomputes: bool, pp_rank: int
 ) -> Iterator[tuple[int, int]]:
     """Yield the all-reduces of a rank's blocks and embedding: bytes per token, and how many.
@@ -262,7 +262,7 @@ def context_messages(
     tokens = sum(tokens for tokens, _ in computed_micros)
     forward_passes = 2 if recomputes or plan.parallel.recompute != "none" else 1
     blocks, axes = len(plan.blocks_of_rank(pp_rank)), ("context",)
-    if plan.row_part().is_head_tail:
+    if plan.row_shard().is_head_tail:
         gathered_bytes = layout.context * tokens * plan.itemsize * groups * (width + value_width)
         yield _collective(plan, "all_gather", axes, gathered_bytes, blocks * forward_passes)
         yield _collective(plan, "reduce_scatter", axes, gathered_bytes, blocks)
@@ -314,4 +314,4 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
 def _collective(
     plan: StepPlan, kind: CollectiveKind, axes: tuple[str, ...], num_bytes: int, times: int = 1
 ) -> Message:
-    return Message(kind, axes, plan.layout.size_of(axes), num_bytes, times)
+    return Message(kind, axes, plan.layout.group_size(axes), num_bytes, times)

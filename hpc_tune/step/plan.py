@@ -16,12 +16,12 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED_EXPERTS, active_expert_share
 from hpc_tune.model.shared_rows import RowShard
 from hpc_tune.step.layout import Layout, assign_stage_blocks
-from hpc_tune.step.size import ModelSize, WeightGroup, measure
+from hpc_tune.step.size import ModelSize, WeightGroup, measure_model_size
 from hpc_tune.step.slices import SLICE_ROLES, gathers_keys
 
 # Gradients that are summed during a backward pass are sent in pieces of so many bytes: enough to
 # keep a link busy, and little for a model's last piece, which has nothing to hide behind.
-GRADIENT_PIECE_BYTES = 4 << 20
+GRADIENT_BUCKET_BYTES = 4 << 20
 # A micro-batch's tokens with padding, and its tokens with loss.
 MicroTokens = tuple[int, int]
 
@@ -39,7 +39,7 @@ class StepPlan:
     """One step of a model in a layout.
 
     ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Matmuls use
-    values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages are
+    values of ``itemsize`` bytes. ``loss_token_fraction`` of the tokens reach the head; pipeline stages are
     balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
     ``num_router_sums``: the sums that watched routers add to a step's.
     """
@@ -49,7 +49,7 @@ class StepPlan:
     size: ModelSize
     model: Any
     itemsize: int
-    loss_share: float = 1.0
+    loss_token_fraction: float = 1.0
     num_sums: int = 1
     num_router_sums: int = 0
 
@@ -59,17 +59,17 @@ class StepPlan:
         built: BuiltModel,
         layout: Layout,
         parallel: ParallelConfig,
-        loss_share: float = 1.0,
+        loss_token_fraction: float = 1.0,
         size: ModelSize | None = None,
     ) -> "StepPlan":
         """Return the plan for a whole model, on the meta device or not; ``size``: if measured."""
         return cls(
             layout,
             parallel,
-            size or measure(built.module),
+            size or measure_model_size(built.module),
             built.config,
             built.dtype.itemsize,
-            loss_share,
+            loss_token_fraction,
             built.module.objective.num_sums,
             num_router_sums(built.routers),
         )
@@ -93,7 +93,7 @@ class StepPlan:
         values = sum(w.num_values for w in blocks) - routed_values * (
             1 - active_expert_share(self.model)
         )
-        settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
+        settings = (self.layout, self.parallel.stages_per_rank, self.loss_token_fraction)
         return assign_stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
     def blocks_of_rank(self, pp_rank: int) -> list[int]:
@@ -178,7 +178,7 @@ class StepPlan:
         """Return the number of ranks over which ``weights`` are sharded."""
         if not self.is_sharded(weights):
             return 1
-        return self.layout.size_of([self.shard_axis(weights.kind)])
+        return self.layout.group_size([self.shard_axis(weights.kind)])
 
     def add_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
         """Return ``num`` values or bytes of a rank's weights, with FSDP2's padding of shards."""
@@ -221,10 +221,10 @@ class StepPlan:
 
     def num_local_tokens(self, tokens: int) -> int:
         """Return how many of the tokens of rows a rank computes, when several ranks share rows."""
-        part = self.row_part()
+        part = self.row_shard()
         return -(-tokens // part.num_slices) * (part.num_slices // part.size)
 
-    def row_part(self, rank: int = 0) -> RowShard:
+    def row_shard(self, rank: int = 0) -> RowShard:
         """Return which tokens of each row the ``rank``-th rank of the context axis has."""
         return RowShard(rank, self.layout.context, gathers_keys(self.model, self.layout))
 

@@ -25,7 +25,7 @@ from hpc_tune.step.slices import (
     TensorRole,
     count_all_reduces,
     find_tensor_roles,
-    gathered_features,
+    num_gathered_features,
 )
 
 ModelPart = Literal["blocks", "embedding", "end"]
@@ -92,7 +92,7 @@ class ModelSize:
     """Values and bytes of a model, by whether they are trained.
 
     ``scale_bytes``: the scales of a 4-bit base's codes. ``weights``: all parameters, by what
-    layouts do with them. ``gathered_features``: how many features of a token the tensor axis
+    layouts do with them. ``num_gathered_features``: how many features of a token the tensor axis
     gathers in all blocks, forward and backward; ``block_all_reduces``: what it sums in each.
     ``moment_savings_bytes``: what 8-bit moments save. ``num_blocks``: its decoder blocks, if they
     were counted; a configuration may count their attention layers instead.
@@ -104,7 +104,7 @@ class ModelSize:
     trained_bytes: int
     scale_bytes: int = 0
     weights: tuple[WeightGroup, ...] = ()
-    gathered_features: tuple[int, int] = (0, 0)
+    num_gathered_features: tuple[int, int] = (0, 0)
     block_all_reduces: tuple[BlockAllReduces, ...] = ()
     moment_savings_bytes: int = 0
     num_blocks: int = 0
@@ -153,7 +153,7 @@ class ModelSize:
         return max(itemsize, self.trained_itemsize) if self.is_fully_trained else itemsize
 
 
-def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
+def measure_model_size(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
 
     Of a module that is no ``LossModel`` only values and bytes are counted. ``is_8bit``: whether the
@@ -173,7 +173,7 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         sum(p.numel() * p.element_size() for p in trained),
         sum(map(scale_bytes, packed_layers.values())),
         () if model is None else _group_weights(model, packed_layers),
-        (0, 0) if model is None else gathered_features(model),
+        (0, 0) if model is None else num_gathered_features(model),
         () if model is None else count_all_reduces(model),
         sum(_moment_savings_bytes(p) for p in trained) if is_8bit else 0,
         0 if model is None else len(find_blocks(model)),

@@ -19,7 +19,7 @@ from hpc_tune.step.layout import Layout
 TensorRole = Literal["slice", "inner slice", "partial"]
 SLICE_ROLES = ("slice", "inner slice")
 EXPERTS_STYLE = "moe_tp_experts"  # the style of a module with stacks of experts
-_STYLES = {
+_TP_STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS_STYLE),
 }
@@ -28,7 +28,7 @@ _INNER_SIZE_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads"),  # of linear attention
 )
 # See read_tp_plan.
-_PARTIAL_FOLLOWERS = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}
+_PARTIAL_GRADIENT_FOLLOWERS = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}
 _BLOCK_INDEX_PATTERN = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
 _FEATURE_ALIGNMENT = 4  # inner features of an expert in a slice: its matmuls need 16-byte rows
 
@@ -68,9 +68,9 @@ def read_tp_plan(config: Any) -> dict[str, str]:
         del plan["embed_tokens"]
     for path, style in list(plan.items()):
         parent, _, name = path.rpartition(".")
-        if style == "colwise" and name in _PARTIAL_FOLLOWERS:
+        if style == "colwise" and name in _PARTIAL_GRADIENT_FOLLOWERS:
             plan.setdefault(
-                f"{parent}.{_PARTIAL_FOLLOWERS[name]}", "replicated_with_grad_allreduce"
+                f"{parent}.{_PARTIAL_GRADIENT_FOLLOWERS[name]}", "replicated_with_grad_allreduce"
             )
     return plan
 
@@ -93,7 +93,7 @@ def splits_heads(config: Any) -> bool:
     return any(style == "colwise" and "att" in path for path, style in plan)
 
 
-def num_attended_heads(config: Any, layout: Layout) -> int:
+def num_local_query_heads(config: Any, layout: Layout) -> int:
     """Return the number of query heads for which a rank of the tensor axis computes attention."""
     heads: int = config.num_attention_heads
     return heads // (layout.tensor if splits_heads(config) else 1)
@@ -101,13 +101,13 @@ def num_attended_heads(config: Any, layout: Layout) -> int:
 
 def gathers_keys(config: Any, layout: Layout) -> bool:
     """Whether ranks that share rows gather keys, because they do not divide the attention heads."""
-    return layout.context > 1 and num_attended_heads(config, layout) % layout.context != 0
+    return layout.context > 1 and num_local_query_heads(config, layout) % layout.context != 0
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
     """Return the reasons why a model cannot be split over ``ranks``; empty if it can."""
     plan = read_tp_plan(config)
-    if not plan or not set(plan.values()) <= _STYLES:
+    if not plan or not set(plan.values()) <= _TP_STYLES:
         return [
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
             f"{config.model_type} model's matrices; use parallel.shard"
@@ -171,14 +171,14 @@ def find_tensor_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
     """
     roles: dict[nn.Parameter, TensorRole] = {}
     head = module.causal_lm().get_output_embeddings()
-    for path, layer, style in [*_planned_layers(module), ("", head, "colwise")]:
+    for path, layer, style in [*_iter_tp_plan_layers(module), ("", head, "colwise")]:
         if style == EXPERTS_STYLE:
             roles |= _roles_of_experts(layer, module.config, path)
             continue
         if style == "replicated_with_grad_allreduce":
             roles |= {parameter: "partial" for parameter in layer.parameters()}
             continue
-        base, adapters = split_adapters(layer)
+        base, adapters = unwrap_adapters(layer)
         is_columns = style.startswith("colwise")
         roles[base.weight] = "slice" if is_columns else "inner slice"
         if is_columns and base.bias is not None:
@@ -223,13 +223,13 @@ def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
     inputs, one per input shared by matmuls that are split by their outputs, both for experts too.
     """
     blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
-    for path, layer, style in _planned_layers(module):
+    for path, layer, style in _iter_tp_plan_layers(module):
         if (number := _BLOCK_INDEX_PATTERN.search(path)) is not None:
             blocks[int(number[1])].append((path, layer, style))
-    return tuple(map(_count_in_block, blocks))
+    return tuple(map(_count_block_all_reduces, blocks))
 
 
-def _count_in_block(styled_layers: list[tuple[str, Any, str]]) -> BlockAllReduces:
+def _count_block_all_reduces(styled_layers: list[tuple[str, Any, str]]) -> BlockAllReduces:
     experts = sum(style == EXPERTS_STYLE for _, _, style in styled_layers)
     forward = sum(style.startswith("rowwise") for _, _, style in styled_layers)
     inner = [layer for path, layer, style in styled_layers if has_gathered_input(path, style)]
@@ -238,25 +238,27 @@ def _count_in_block(styled_layers: list[tuple[str, Any, str]]) -> BlockAllReduce
     includes_block_input = not styled_layers or any(
         "attn" in path or "attention" in path for path in sharing
     )
-    features = sum(split_adapters(layer)[0].in_features for layer in inner)
+    features = sum(unwrap_adapters(layer)[0].in_features for layer in inner)
     return BlockAllReduces(
         forward + experts, len(sharing) + experts, experts, includes_block_input, features
     )
 
 
-def gathered_features(module: LossModel) -> tuple[int, int]:
+def num_gathered_features(module: LossModel) -> tuple[int, int]:
     """Return the features per token that the axis gathers in all blocks, forward and backward."""
-    layers = [(split_adapters(layer)[0], style) for _, layer, style in _planned_layers(module)]
+    layers = [
+        (unwrap_adapters(layer)[0], style) for _, layer, style in _iter_tp_plan_layers(module)
+    ]
     return (
         sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
         sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
     )
 
 
-def _planned_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
+def _iter_tp_plan_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
     """Yield path, layer and style of all layers that the model's plan names, if there is one."""
     plan = read_tp_plan(module.config)
-    if not set(plan.values()) <= _STYLES:
+    if not set(plan.values()) <= _TP_STYLES:
         return
     for name, layer in find_decoder(module.causal_lm()).named_modules():
         if (style := find_tp_style(name, plan)) is not None:
@@ -268,7 +270,7 @@ def find_tp_style(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
-def split_adapters(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+def unwrap_adapters(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Return a base layer and the (A, B) of each adapter around it."""
     if not hasattr(layer, "base_layer"):
         return layer, []

@@ -24,22 +24,22 @@ from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.memory.host import is_garbage_collection_due, trim_heap
 from hpc_tune.memory.policy import Action, Phase
-from hpc_tune.model.objective import zero_rewards
-from hpc_tune.model.rotary import has_length_scaling
+from hpc_tune.model.objective import with_zero_rewards
+from hpc_tune.model.rotary import has_length_dependent_scaling
 from hpc_tune.rundir.outcome import Outcome, done_outcome, stopped_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import (
     Evaluation,
-    fingerprint_held_out,
+    fingerprint_held_out_data,
     held_out_batches,
     restore_evals,
 )
-from hpc_tune.train.governor import Governor, make_loader_actions, outcome_facts
+from hpc_tune.train.governor import Governor, make_loader_actions, memory_outcome_facts
 from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, RankUsage, Recorder, UsageByRank, open_recorder
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import hash_init_adapter, require_equal_reference
+from hpc_tune.train.reference import hash_init_adapter, require_matching_reference
 from hpc_tune.train.saver import SaveClock, Saver, open_saver
 from hpc_tune.train.startup.describe import describe_experts
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
@@ -51,7 +51,7 @@ from hpc_tune.world.comm import Comm
 class StepStatus:
     """What one rank reports at the boundary before a step, or the sums over all ranks.
 
-    ``terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops`` are
+    ``loss_terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops`` are
     sums over the rows of the step that this rank counts.
     ``saves_due``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
     ``saves_done``: 1 if this rank has finished its part of the current checkpoint, see saver.py.
@@ -59,7 +59,7 @@ class StepStatus:
     reached. ``loss_tokens_by_source``: the loss tokens of each source of a mixture.
     """
 
-    terms: float
+    loss_terms: float
     loss_tokens: float
     tokens: float
     attention_flops: float
@@ -77,14 +77,14 @@ class StepStatus:
         """
         *scalars, levels, loss_tokens_by_source = astuple(self)
         numbers = [*scalars, *levels, *loss_tokens_by_source]
-        values_by_rank = comm.gather_by_value([*numbers, *astuple(usage)])
+        values_by_rank = comm.gather_elementwise([*numbers, *astuple(usage)])
         sums = [math.fsum(number) for number in values_by_rank[: len(numbers)]]
         sources_start = len(scalars) + len(levels)
-        terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
+        loss_terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due = sums[
             : len(scalars)
         ]
         total_status = StepStatus(
-            *(terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
+            *(loss_terms, loss_tokens, tokens, flops, saves_due, stop, saves_done, collection_due),
             levels=tuple(sums[len(scalars) : sources_start]),
             loss_tokens_by_source=tuple(sums[sources_start:]),
         )
@@ -95,13 +95,13 @@ class StepStatus:
 class StepDecision:
     """Whether training goes on, and if so, on which ``batches`` of this rank.
 
-    ``terms``: the loss terms of all ranks, which are tokens (by their weights) or pairs.
+    ``loss_terms``: the loss terms of all ranks, which are tokens (by their weights) or pairs.
     ``tokens``: the tokens of all ranks, without padding.
     """
 
     should_continue: bool
     batches: Sequence[Batch] = ()
-    terms: float = 1.0
+    loss_terms: float = 1.0
     tokens: float = 1.0
 
 
@@ -131,10 +131,10 @@ class Control:
             trainer.step,
             trainer.total_steps,
         )
-        self._settings = job.config.checkpoint
+        self._checkpoint_settings = job.config.checkpoint
         self._saved_step, self._step_s = trainer.step, 0.0
         # Rank 0 alone watches the clock, for all ranks.
-        minutes = self._settings.every_minutes if self._comm.is_rank_0 else None
+        minutes = self._checkpoint_settings.every_minutes if self._comm.is_rank_0 else None
         self._clock = SaveClock(minutes, job.dir, self._comm.world.num_nodes)
         self._status = StepStatus(*(0.0,) * 8, ())
         self._batches: Sequence[Batch] = ()
@@ -159,14 +159,14 @@ class Control:
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        own_status, last_usage = self._local_status(reason), self.recorder.own_usage
+        own_status, last_usage = self._local_status(reason), self.recorder.local_usage
         status, values_by_rank = own_status.exchange(self._comm, last_usage)
         self._status = status
         self._record_last_step(values_by_rank)
         if status.collection_due:
             gc.collect()
         stop_reason = self._agree_on_stop_reason(reason) if status.stop else None
-        saver.advance(status.saves_done)
+        saver.complete_if_done(status.saves_done)
         for wait_s in saver.pop_waits_s():
             self._clock.record_wait(wait_s)
         micro_size = trainer.loader.micro_size
@@ -180,16 +180,16 @@ class Control:
             self._save()
         if stop_reason:
             saver.finish()
-            facts = outcome_facts(shortage, self._governor.actions_taken) if shortage else {}
+            facts = memory_outcome_facts(shortage, self._governor.actions_taken) if shortage else {}
             self._stop_outcome = stopped_outcome(stop_reason, saver.committed_step, facts)
             return StepDecision(should_continue=False)
         if trainer.loader.micro_size != micro_size:
-            self._batches = trainer.read_again()
+            self._batches = trainer.reread_batches()
         phase = Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.STEADY
         phase = Phase.FIRST_STEP if step == self.start_step else phase
         self._enter_phase(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
-        return StepDecision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
+        return StepDecision(True, self._batches, status.loss_terms or 1.0, status.tokens or 1.0)
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
@@ -216,8 +216,8 @@ class Control:
         self._job.watchdog.close()
         self._require_finite(result)
         if self._job.config.tune.has_reference and step == 1:
-            require_equal_reference(result, self.recorder.plan)
-            result = replace(result, sums=zero_rewards(result.sums))
+            require_matching_reference(result, self.recorder.plan)
+            result = replace(result, sums=with_zero_rewards(result.sums))
         self._step_s = time.monotonic() - trainer.began_s
         sample = self._job.monitor.take_peaks()
         self._governor.observe(sample)
@@ -227,7 +227,7 @@ class Control:
             step,
             trainer.lr,
             self._batches,
-            status.terms,
+            status.loss_terms,
             int(status.loss_tokens),
             int(status.tokens),
             status.attention_flops,
@@ -239,7 +239,7 @@ class Control:
         recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
         self.recorder.prepare_record(finished_step, sample, recomputes)
         self._profile.finish_step(step, result, trainer.data_s)
-        save_interval = self._settings.every_steps
+        save_interval = self._checkpoint_settings.every_steps
         saves = step == trainer.total_steps or (
             save_interval is not None and step % save_interval == 0
         )
@@ -367,14 +367,14 @@ def prepare_control(
     if saved is not None and not previous_run.actions:  # a killed run's are only in its checkpoint
         previous_run = replace(previous_run, actions=tuple(saved.governor))
     governor = Governor(job.step_comm, job.monitor, job.events, memory_actions, previous_run)
-    job.memory_exit.governor = governor
+    job.shortage_handler.governor = governor
     log_micro_batches(model, plan, loader.micro_size)
     job.monitor.enter(Phase.FIRST_STEP, "beginning the first step", writes_heartbeat=True)
     job.monitor.limit_private_memory()
     optim = with_scaled_lr(config.optim, config.batch.global_size)
     steps = range(step, data.total_steps)
     trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.handles_device_oom)
-    held_out = fingerprint_held_out(data, config.train.eval_rows)
+    held_out = fingerprint_held_out_data(data, config.train.eval_rows)
     batches = held_out_batches(job, model, plan, data)
     evaluation = Evaluation(
         job.step_comm,
@@ -389,7 +389,7 @@ def prepare_control(
     state = RunState(
         step,
         data.total_steps,
-        model.built.identity,
+        model.built.architecture_hash,
         trainer.position,
         plan.layout.saved_axes,
         micro_size,
@@ -400,7 +400,9 @@ def prepare_control(
         start=job.setup_comm.run_on_rank_0(
             "looking at the adapter", partial(hash_init_adapter, config.tune)
         ),
-        scaled_for=model.built.seq_len if has_length_scaling(model.built.config) else None,
+        scaled_for=model.built.seq_len
+        if has_length_dependent_scaling(model.built.config)
+        else None,
     )
     recorder = open_recorder(job, model, plan, data, step)
     return Control(job, trainer, saver, governor, evaluation, recorder, state)

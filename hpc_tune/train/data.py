@@ -74,7 +74,7 @@ class Data:
         """The rows of each source, in the order of ``sources``."""
         stream = self.loader.stream
         if isinstance(stream, MixedRows):
-            return [stream.packed[stream.names.index(source.name)] for source in self.sources]
+            return [stream.source_rows[stream.names.index(source.name)] for source in self.sources]
         assert isinstance(stream, PackedRows), f"{type(stream)} is neither MixedRows nor PackedRows"
         return [stream]
 
@@ -87,7 +87,7 @@ class Data:
         return total
 
     @property
-    def loss_share(self) -> float:
+    def loss_token_fraction(self) -> float:
         """The share of tokens that carry loss."""
         counters = self.counters
         return counters.loss_tokens / counters.tokens
@@ -160,7 +160,9 @@ def open_data(
     sources, held_out = open_sources(config.data, comm, job.dir, lazy_tokenizer, config.tune.form)
     comm.run_on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
-    step, position = comm.run_on_rank_0("looking at the data", lambda: _read_position(checkpoint))
+    step, position = comm.run_on_rank_0(
+        "looking at the data", lambda: _read_data_position(checkpoint)
+    )
     rows = build_rows(config.data, sources, order, position, comm)
     size = config.batch.global_size
     loader = Loader(
@@ -222,7 +224,7 @@ def describe_unknown_stop_token(tokenizer: Any, model_dir: Path) -> str | None:
     )
 
 
-def _read_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
+def _read_data_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
     """Return a checkpoint's step and its position in the data; (0, None) without one."""
     if checkpoint is None:
         return 0, None
@@ -284,7 +286,7 @@ def open_sources(
         lazy = tokenizers.setdefault(template, LazyTokenizer(lazy_tokenizer.model_dir, template))
         arguments = source.path, source.data, lazy, comm, run_dir, source.part, form
         with prefix_errors_with_source(source):
-            return limit_documents(source, open_or_prepare(*arguments), warns=comm.is_rank_0)
+            return limit_documents(source, open_or_prepare_store(*arguments), warns=comm.is_rank_0)
 
     return [*map(open_source, training)], [*map(open_source, held_out)]
 
@@ -327,7 +329,7 @@ def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceCon
             )
 
 
-def open_or_prepare(
+def open_or_prepare_store(
     path: Paths,
     data: DataConfig,
     lazy_tokenizer: LazyTokenizer,

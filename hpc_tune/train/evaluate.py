@@ -16,7 +16,7 @@ from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import LOG_ON_RANK_0_ONLY, log
-from hpc_tune.model.objective import compute_metrics, format_metrics, zero_rewards
+from hpc_tune.model.objective import compute_metrics, format_metrics, with_zero_rewards
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.json_lines import EventsWriter
 from hpc_tune.step.plan import StepPlan
@@ -49,7 +49,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
     return batches_by_source
 
 
-def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
+def fingerprint_held_out_data(data: Data, num_rows: int | None) -> str:
     """Return a hash of the held-out data that is evaluated, "" if nothing is held out.
 
     ``num_rows``: how many rows of each source are evaluated, None for all. Losses with different
@@ -92,14 +92,14 @@ def _iter_batches(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation of ``terms`` loss tokens or pairs measured besides its mean loss.
+    """What an evaluation of ``loss_terms`` loss tokens or pairs measured besides its mean loss.
 
     ``losses``: the loss of each source by name, if sources have names; the loss is their mean.
     """
 
-    terms: int
+    loss_terms: int
     seconds: float
-    measures: dict[str, float]
+    preference_metrics: dict[str, float]
     losses: dict[str, float] = field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ class Evaluation:
         """
         self.evals = evals
         self._comm, self._stop, self._plan, self._batches = comm, stop, plan, batches
-        self._every, self._total = train.eval_every_steps, total_steps
+        self._interval_steps, self._total_steps = train.eval_every_steps, total_steps
         self._has_labels, self._has_reference = tune.form == "labels", tune.has_reference
         self._patience = train.stop_after_evals
 
@@ -135,8 +135,8 @@ class Evaluation:
         if not self._batches:
             return False
         # A step may lie beyond the end if max_steps was lowered.
-        is_end = step == 0 or step >= self._total
-        return is_end or (self._every is not None and step % self._every == 0)
+        is_end = step == 0 or step >= self._total_steps
+        return is_end or (self._interval_steps is not None and step % self._interval_steps == 0)
 
     def is_overdue(self, step: int) -> bool:
         """Whether an evaluation is due after ``step`` and has not been done."""
@@ -169,15 +169,15 @@ class Evaluation:
             if source_result is None:
                 log.info("step %d: evaluation interrupted to stop in time", step)
                 return None
-            sums, terms, num_of_source = source_result
-            losses[name] = sums[0] / (terms or 1.0)
+            sums, loss_terms, num_of_source = source_result
+            losses[name] = sums[0] / (loss_terms or 1.0)
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
             num += num_of_source
         if step == 0 and self._has_reference:
-            all_sums = [*zero_rewards(all_sums)]
+            all_sums = [*with_zero_rewards(all_sums)]
         loss = sum(losses.values()) / len(losses)
-        eval_s, measures = time.monotonic() - began_s, compute_metrics(all_sums, num)
-        self.evals = self.evals.with_eval(step, loss, measures.get("chosen_log_prob"))
+        eval_s, preference_metrics = time.monotonic() - began_s, compute_metrics(all_sums, num)
+        self.evals = self.evals.with_eval(step, loss, preference_metrics.get("chosen_log_prob"))
         for name, source_loss in losses.items():
             if not math.isfinite(source_loss):
                 log.warning(
@@ -186,7 +186,7 @@ class Evaluation:
                     extra=LOG_ON_RANK_0_ONLY,
                 )
         count_text = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        metrics_text = f", {format_metrics(measures)}" if measures else ""
+        metrics_text = f", {format_metrics(preference_metrics)}" if preference_metrics else ""
         if list(losses) == [""]:
             losses = {}
         values = ", ".join(f"{name} {source_loss:.4f}" for name, source_loss in losses.items())
@@ -207,7 +207,7 @@ class Evaluation:
                 facts.likelihood_displacement_warning(self.evals.chosen),
                 extra=LOG_ON_RANK_0_ONLY,
             )
-        return EvalResult(num, eval_s, measures, losses)
+        return EvalResult(num, eval_s, preference_metrics, losses)
 
     def _evaluate_source(
         self, engine: Engine, make_batches: BatchFactory, margin_s: float
@@ -227,12 +227,14 @@ class Evaluation:
 
         kl = 0.0
         if self._has_labels:
-            mismatched = (b.mismatched for b in batches() if b.mismatched is not None)
-            kl = mean_kl(engine, mismatched, self._comm)
+            mismatched_batch = (
+                b.mismatched_batch for b in batches() if b.mismatched_batch is not None
+            )
+            kl = mean_kl(engine, mismatched_batch, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
-        sums, terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
+        sums, loss_terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
         is_tokens = self._plan.num_sums == 1
-        return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
+        return None if was_cut else (sums, loss_terms, num_tokens if is_tokens else int(loss_terms))
 
     def log_loss_change(self) -> None:
         """Log how the held-out loss changed over the run, with the steps if nothing is held out any

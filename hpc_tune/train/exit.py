@@ -3,7 +3,7 @@
 join_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
                                     ends every rank
 startup_watchdog    stops the phases before the first step, which cannot check the stop flag
-MemoryExit          stops a run that runs out of memory between two steps: the monitor's thread sees
+MemoryShortageHandler          stops a run that runs out of memory between two steps: the monitor's thread sees
                     the limit near, or an allocation fails; exit code 75, and the run can be resumed
 """
 
@@ -44,7 +44,7 @@ from hpc_tune.rundir.facts import append_failure_details
 from hpc_tune.rundir.json_lines import EVENTS_FILE, EventsWriter
 from hpc_tune.rundir.outcome import Outcome, stopped_outcome
 from hpc_tune.rundir.owner import PREPARED_FOLDER, InUseError, release_lock, remove_new_files
-from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
+from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, memory_outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
 from hpc_tune.world.bootstrap import bootstrap
@@ -128,7 +128,7 @@ def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> N
 
 def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int:
     _clean_up_refused_start(comm, error, run_dir)
-    code, has_reported = _report(comm, error, run_dir)
+    code, has_reported = _report_error(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (has_reported or comm.is_rank_0):
         release_lock(run_dir, comm.nonce)
@@ -157,7 +157,9 @@ def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Pa
         print_line(f"this start left {words} in run.dir={run_dir}")
 
 
-def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
+def _report_error(
+    comm: Comm | None, error: BaseException, run_dir: Path | None
+) -> tuple[int, bool]:
     """Print and write the error unless another rank does; return the exit code, and whether this
     rank reported it.
 
@@ -170,7 +172,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     is_urgent = isinstance(error, ResumableStop) and bool(error.facts)
     writes = is_urgent and first_code is None
     if writes:  # a rank that is short of memory writes this before anything that takes time
-        _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
+        _write_outcome(_make_outcome(comm, error, Failure("", ""), code), run_dir, comm)
     failure = claim_failure_report(comm, error)
     if failure is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAIT_S)
@@ -182,7 +184,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
             return first_code, False
     failure = _print_failure(_add_checkpoint_advice(failure, comm, error), comm, run_dir)
     if first_code is None and not is_urgent:
-        _write_outcome(_outcome_of(comm, error, failure, code), run_dir, comm)
+        _write_outcome(_make_outcome(comm, error, failure, code), run_dir, comm)
     announce_exit(comm, code if first_code is None else first_code)
     return code if first_code is None else first_code, True
 
@@ -248,7 +250,7 @@ def _may_be_consequence(error: BaseException) -> bool:
     return was_asked or isinstance(error, GoneError | RemoteError) or is_broken_connection(error)
 
 
-def _outcome_of(comm: Comm | None, error: BaseException, failure: Failure, code: int) -> Outcome:
+def _make_outcome(comm: Comm | None, error: BaseException, failure: Failure, code: int) -> Outcome:
     if isinstance(error, ResumableStop):
         return stopped_outcome(error.reason, error.step, error.facts)
     if isinstance(error, InterruptError):
@@ -359,7 +361,7 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
     return monitor
 
 
-class MemoryExit:
+class MemoryShortageHandler:
     """Ends a run that is short of memory. ``governor``: None before training begins."""
 
     def __init__(
@@ -396,5 +398,5 @@ class MemoryExit:
             f"stopped before memory ran out while {self._comm.activity[0]}: {need.words}. {advice}"
         )
         return ResumableStop(
-            f"{need.words}. {advice}", step, outcome_facts(need, actions_taken), words
+            f"{need.words}. {advice}", step, memory_outcome_facts(need, actions_taken), words
         )

@@ -36,8 +36,8 @@ from hpc_tune.world.comm import Comm
 MORE_MEMORY_ADVICE = (
     "ask for more memory or nodes; python -m hpc_tune plan predicts what each phase needs"
 )
-_LEVELS = tuple(Level)[1:]
-_ACTION_WORDS = {
+_PRESSURE_LEVELS = tuple(Level)[1:]
+_ACTION_DESCRIPTIONS = {
     Action.SHRINK_BUFFERS: "reads less data ahead",
     Action.SAVE_IN_PIECES: "waits for its saves",
     Action.SPLIT_MICRO_BATCHES: "uses smaller micro-batches",
@@ -64,7 +64,7 @@ class Governor:
         self._memory_actions = memory_actions
         self._policy = PolicyState()
         self._levels = (Level.CALM, Level.CALM)
-        self._reported = Level.CALM
+        self._reported_level = Level.CALM
         self._sample: MemorySample | None = None
         self._failed_allocation: str | None = None
         if monitor.mode != "on":
@@ -80,10 +80,12 @@ class Governor:
             )
         self._policy = PolicyState(
             taken_actions,
-            num_permanent=0 if monitor.device is None else _count_permanent_actions(taken_actions),
+            num_permanent_actions=0
+            if monitor.device is None
+            else _count_permanent_actions(taken_actions),
         )
         for action in dict.fromkeys(self._policy.taken_actions):
-            self._set_level(action)
+            self._apply_taken_action(action)
         if self._policy.taken_actions:
             log.info(
                 "memory  actions of the last run stay in effect: %s", ", ".join(self.actions_taken)
@@ -113,31 +115,34 @@ class Governor:
 
     def status(self) -> tuple[float, ...]:
         """Return this rank's part of the boundary's sums: 1.0 for each level it has reached."""
-        return tuple(float(own_level >= level) for own_level in self._levels for level in _LEVELS)
+        return tuple(
+            float(own_level >= level) for own_level in self._levels for level in _PRESSURE_LEVELS
+        )
 
     def act_on_levels(self, level_counts: Sequence[float], step: int) -> MemoryShortage | None:
         """Act on the ranks' levels; return the shortage if the run must leave. Collective."""
         host, device = (
-            Level(sum(count > 0 for count in level_counts[start : start + len(_LEVELS)]))
-            for start in (0, len(_LEVELS))
+            Level(sum(count > 0 for count in level_counts[start : start + len(_PRESSURE_LEVELS)]))
+            for start in (0, len(_PRESSURE_LEVELS))
         )
         level, decision = max(host, device), None
         if self._monitor.mode == "on":
             self._policy, decision = self._decide_action(host, device)
-        if decision is None and level == self._reported:
+        if decision is None and level == self._reported_level:
             return None
-        local_fill = self._local_fill("device" if device >= host else "host")
+        local_fill = self._local_memory_usage("device" if device >= host else "host")
         worst = max(self._comm.gather(local_fill), key=lambda share: share.used_fraction)
-        if level != self._reported:
-            self._reported = level
+        if level != self._reported_level:
+            self._reported_level = level
             self._report(step, worst, f"memory is {level.description}", level=level.name.lower())
         if decision is None:
             return None
-        if decision.action == Action.LEAVE:
+        if decision.action == Action.STOP_RUN:
             trend = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
-            trend = "" if worst.need.memory == "device" else trend
+            trend = "" if worst.memory_shortage.memory == "device" else trend
             return replace(
-                worst.need, words=f"{worst.need.words}{trend}. {self.advice(worst.need)}"
+                worst.memory_shortage,
+                words=f"{worst.memory_shortage.words}{trend}. {self.advice(worst.memory_shortage)}",
             )
         self._perform_action(decision, step, worst)
         return None
@@ -150,7 +155,9 @@ class Governor:
         ]
         if not coming:
             return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
-        words = [_ACTION_WORDS[action] for action in coming if action in _ACTION_WORDS]
+        words = [
+            _ACTION_DESCRIPTIONS[action] for action in coming if action in _ACTION_DESCRIPTIONS
+        ]
         names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
@@ -182,24 +189,24 @@ class Governor:
             and taken_actions.count(action) < handle.max_times
         )
 
-    def _set_level(self, action: Action) -> str:
+    def _apply_taken_action(self, action: Action) -> str:
         """Apply an action as often as the ladder has taken it; describe the resulting setting."""
         return self._memory_actions[action].apply_times(self._policy.taken_actions.count(action))
 
-    def _local_fill(self, memory_kind: Literal["host", "device"]) -> "_MemoryFill":
+    def _local_memory_usage(self, memory_kind: Literal["host", "device"]) -> "_MemoryUsage":
         """Return how full this rank's memory is; host memory if there is no device."""
         sample = self._sample
         if sample is None:
-            return _MemoryFill(0.0, self._monitor.host_shortage(0), {}, "")
+            return _MemoryUsage(0.0, self._monitor.host_shortage(0), {}, "")
         used_fraction = sample.host_bytes / sample.host_limit_bytes
         shortage = self._monitor.host_shortage(sample.host_bytes)
         text = (
             f"{shortage.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
         )
-        facts = {key: value for key, value in asdict(sample).items() if key != "device"}
+        memory_fields = {key: value for key, value in asdict(sample).items() if key != "device"}
         if (device := sample.device) is not None:
             text += f", device {_format_fraction(device.used_bytes, device.limit_bytes)}"
-            facts |= {f"device_{key}": value for key, value in asdict(device).items()}
+            memory_fields |= {f"device_{key}": value for key, value in asdict(device).items()}
             if memory_kind == "device":
                 used_fraction = device.used_bytes / device.limit_bytes
                 shortage = self._monitor.device_shortage(device)
@@ -208,27 +215,27 @@ class Governor:
             shortage = replace(
                 shortage, words=f"{shortage.words}; an allocation failed: {self._failed_allocation}"
             )
-        return _MemoryFill(used_fraction, shortage, facts, text)
+        return _MemoryUsage(used_fraction, shortage, memory_fields, text)
 
-    def _perform_action(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
-        result = self._set_level(decision.action)
+    def _perform_action(self, decision: ActionDecision, step: int, worst: "_MemoryUsage") -> None:
+        result = self._apply_taken_action(decision.action)
         self._monitor.reset_growth()
         self._report(step, worst, result, action=decision.action.value, way=decision.way)
 
-    def _report(self, step: int, worst: "_MemoryFill", text: str, **fields: str) -> None:
+    def _report(self, step: int, worst: "_MemoryUsage", text: str, **fields: str) -> None:
         message = f"{worst.text}: {text}"
-        facts = {**fields, "message": message, **worst.facts}
-        self._events.write("governor", step, worst.need.rank, **facts)
+        memory_fields = {**fields, "message": message, **worst.memory_fields}
+        self._events.write("governor", step, worst.memory_shortage.rank, **memory_fields)
         log.info("step %d: memory: %s", step, message)
 
 
 @dataclass(frozen=True)
-class _MemoryFill:
+class _MemoryUsage:
     """How full one rank's memory is: the share in use, and the figures."""
 
     used_fraction: float
-    need: MemoryShortage
-    facts: Mapping[str, Any]
+    memory_shortage: MemoryShortage
+    memory_fields: Mapping[str, Any]
     text: str
 
 
@@ -245,10 +252,10 @@ def _format_fraction(used: int, limit: int) -> str:
     return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
-def outcome_facts(shortage: MemoryShortage, actions_taken: Sequence[str]) -> dict[str, Any]:
+def memory_outcome_facts(shortage: MemoryShortage, actions_taken: Sequence[str]) -> dict[str, Any]:
     """Return the facts in outcome.json about a run that stopped because memory was short."""
-    facts = {key: value for key, value in asdict(shortage).items() if key != "words"}
-    return {**facts, "governor": list(actions_taken)}
+    memory_fields = {key: value for key, value in asdict(shortage).items() if key != "words"}
+    return {**memory_fields, "governor": list(actions_taken)}
 
 
 def make_loader_actions(

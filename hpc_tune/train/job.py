@@ -26,7 +26,7 @@ from hpc_tune.rundir.owner import (
 )
 from hpc_tune.trackers import require_trackers
 from hpc_tune.train.exit import (
-    MemoryExit,
+    MemoryShortageHandler,
     StartupWatchdog,
     fail_run,
     make_monitor,
@@ -60,7 +60,7 @@ class Job:
     store: Store
     events: EventsWriter
     monitor: MemoryMonitor
-    memory_exit: MemoryExit
+    shortage_handler: MemoryShortageHandler
     resume_point: ResumePoint
     owner: RunLock
     stop: StopFlag
@@ -103,12 +103,12 @@ def open_job(
         )
         last = comm.run_on_rank_0(
             "making the run directory",
-            lambda: _make_run_dir(
+            lambda: _prepare_run_dir(
                 run_dir, owner, config.run, partial(write_resolved_config, config)
             ),
         )
         _require_shared_run_dir(comm, run_dir)
-        owner.remember_folder()
+        owner.remember_folder_inode()
         events = comm.run_and_agree(
             "opening the events", lambda: EventsWriter(run_dir / EVENTS_FILE if is_rank_0 else None)
         )
@@ -116,18 +116,18 @@ def open_job(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.with_step_timeout()
-        memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
+        shortage_handler = MemoryShortageHandler(training, monitor, run_dir, resume_point)
         own_log = log_to_file(run_dir / LOGS_FOLDER / f"rank-{comm.world.rank}.txt")
-        with own_log, raising_cause(owner.cause_of), raising_cause(memory_exit.cause_of):
+        with own_log, raising_cause(owner.cause_of), raising_cause(shortage_handler.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start_s())
-            monitor.start(memory_exit.stop)
+            monitor.start(shortage_handler.stop)
             try:
                 with RollCall(comm, config.run.timeout, on_failure).watching():
                     yield Job(
                         *(config, comm, training, run_dir, last, store, events),
-                        *(monitor, memory_exit, resume_point, owner, stop, watchdog),
+                        *(monitor, shortage_handler, resume_point, owner, stop, watchdog),
                         *(candidate, faults),
                     )
             finally:
@@ -136,7 +136,7 @@ def open_job(
                         (run_dir / STARTING_CONFIG).unlink()
 
 
-def _make_run_dir(
+def _prepare_run_dir(
     run_dir: Path, owner: RunLock, run: RunSettings, write_settings: Callable[[Path], None]
 ) -> PreviousRun:
     """Make and lock the run directory; fail now, not at the first save, if it is not writable.
@@ -151,7 +151,7 @@ def _make_run_dir(
         last = outcome.read_previous_run(run_dir)
         (run_dir / outcome.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
         outcome.clear_heartbeats(run_dir)
-        outcome.reserve_outcome(run_dir)
+        outcome.reserve_outcome_space(run_dir)
         write_settings(run_dir / STARTING_CONFIG)
         if not (run_dir / RESOLVED_CONFIG).exists():
             write_settings(run_dir / RESOLVED_CONFIG)

@@ -39,7 +39,7 @@ from hpc_tune.rundir.json_lines import (
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops_per_token
-from hpc_tune.trackers import RunFacts, Trackers, open_trackers
+from hpc_tune.trackers import RunMetadata, Trackers, open_trackers
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import EvalResult
 from hpc_tune.train.job import Job
@@ -62,7 +62,7 @@ class RankWorkWriter:
         Raises:
             OSError: if the file cannot be made.
         """
-        self._every = max(1, total_steps // _MAX_RANK_WORK_LINES)
+        self._interval_steps = max(1, total_steps // _MAX_RANK_WORK_LINES)
         self._work_s, self._num_steps = [0.0] * size, 0
         path = run_dir / RANKS_FILE if run_dir is not None and size > 1 else None
         if path is not None:
@@ -75,7 +75,7 @@ class RankWorkWriter:
             return
         self._work_s = [sum(both) for both in zip(self._work_s, work_s, strict=True)]
         self._num_steps += 1
-        if step % self._every == 0:
+        if step % self._interval_steps == 0:
             means_s = [round(rank_work_s / self._num_steps, 4) for rank_work_s in self._work_s]
             self._lines.write(**to_row(RankTimes(step, means_s)))
             self._work_s, self._num_steps = [0.0] * len(means_s), 0
@@ -107,8 +107,8 @@ class ExpertLoadWriter:
         """
         self._layers, self._events = [router.layer for router in routers], events
         self._counts = [[0] * router.num_experts for router in routers]
-        self._since = self._step = start_step
-        self._last_warned: Mapping[int, list[int]] = {}
+        self._last_written_step = self._step = start_step
+        self._last_warned_experts: Mapping[int, list[int]] = {}
         drop_lines_after(run_dir / EXPERTS_FILE, start_step)
         self._lines = JsonLinesWriter(run_dir / EXPERTS_FILE)
 
@@ -120,16 +120,18 @@ class ExpertLoadWriter:
 
     def write(self) -> None:
         """Write a line with the tokens since the last line, and warn of experts that starve."""
-        if self._step == self._since:
+        if self._step == self._last_written_step:
             return
-        line = ExpertTokens(self._step, self._since, self._layers, self._counts)
+        line = ExpertTokens(self._step, self._last_written_step, self._layers, self._counts)
         self._lines.write(**to_row(line))
         starving_experts = find_starving_experts(self._layers, self._counts)
-        if starving_experts and starving_experts != self._last_warned:
-            message = describe_starving_experts(starving_experts, self._since, self._step)
+        if starving_experts and starving_experts != self._last_warned_experts:
+            message = describe_starving_experts(
+                starving_experts, self._last_written_step, self._step
+            )
             log.warning("%s", message)
             self._events.write("warning", self._step, message=message)
-        self._last_warned, self._since = starving_experts, self._step
+        self._last_warned_experts, self._last_written_step = starving_experts, self._step
         self._counts = [[0] * len(row) for row in self._counts]
 
     def close(self) -> None:
@@ -204,9 +206,9 @@ class MetricsWriter:
         advise: bool = False,
         experts: ExpertLoadWriter | None = None,
     ) -> None:
-        self._experts = experts
+        self._expert_writer = experts
         self._advise = advise and run_dir is not None
-        self._total = total_steps if run_dir is not None else 0
+        self._total_steps = total_steps if run_dir is not None else 0
         self.steps_s: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
@@ -216,8 +218,8 @@ class MetricsWriter:
 
     def record_step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
         """Record one optimizer step, with the sums of a mixture's routers."""
-        if self._experts is not None and routers is not None:
-            self._experts.add(metrics.step, routers)
+        if self._expert_writer is not None and routers is not None:
+            self._expert_writer.add(metrics.step, routers)
         row = to_row(metrics)
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
@@ -231,8 +233,8 @@ class MetricsWriter:
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
-        if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
-            self._log_remaining_time(self._total - metrics.step)
+        if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total_steps > metrics.step:
+            self._log_remaining_time(self._total_steps - metrics.step)
         is_slow = metrics.comm_s > COMM_WARN_SHARE * metrics.step_s
         if self._advise and len(self.steps_s) == 2 and is_slow and not _is_mostly_waiting(metrics):
             log.warning(
@@ -243,23 +245,27 @@ class MetricsWriter:
 
     def record_evaluation(self, step: int, eval_loss: float, eval_result: EvalResult) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
-        terms = {"eval_pairs" if eval_result.measures else "eval_tokens": eval_result.terms}
+        loss_terms = {
+            "eval_pairs"
+            if eval_result.preference_metrics
+            else "eval_tokens": eval_result.loss_terms
+        }
         row = to_row(
             EvalMetrics(
                 time=time.time(),
                 step=step,
                 eval_loss=eval_loss,
                 eval_s=eval_result.seconds,
-                eval_preferences=eval_result.measures,
+                eval_preferences=eval_result.preference_metrics,
                 eval_losses=eval_result.losses,
-                **terms,
+                **loss_terms,
             )
         )
         self._lines.write(**row)
         self._write_trackers(step, row)
         self._progress.exclude(eval_result.seconds)
-        if self._experts is not None:
-            self._experts.write()
+        if self._expert_writer is not None:
+            self._expert_writer.write()
 
     def _log_remaining_time(self, steps: int) -> None:
         """Log an estimate of when the run will end, without evaluations and saves."""
@@ -278,8 +284,8 @@ class MetricsWriter:
         self._progress.close()
         self._lines.close()
         self._trackers.close()
-        if self._experts is not None:
-            self._experts.close()
+        if self._expert_writer is not None:
+            self._expert_writer.close()
 
     def _write_trackers(self, step: int, row: Mapping[str, Any]) -> None:
         scalars = {}
@@ -303,7 +309,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A finished step. ``terms``, ``loss_tokens``, ``tokens``, ``attention_flops`` and
+    """A finished step. ``loss_terms``, ``loss_tokens``, ``tokens``, ``attention_flops`` and
     ``source_tokens`` (the loss tokens of each source of a mixture) are sums over all ranks.
     ``step_s`` includes ``data_s``, the wait for rows.
     """
@@ -311,7 +317,7 @@ class FinishedStep:
     number: int
     lr: float
     batches: Sequence[Batch]
-    terms: float
+    loss_terms: float
     loss_tokens: int
     tokens: int
     attention_flops: float
@@ -363,10 +369,10 @@ class Recorder:
         self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self.tokens = 0
-        self._prepared: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
+        self._pending_record: tuple[StepMetrics, RouterSums | None, RankUsage] | None = None
         coordinates = plan.layout.coordinates(comm.world.rank)
         self._counts_rows = coordinates.counts_rows
-        self._part = plan.row_part(coordinates.context)
+        self._row_shard = plan.row_shard(coordinates.context)
 
     def count_tokens_and_flops(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss terms, loss tokens, tokens and attention flops of the rows that this rank
@@ -431,7 +437,7 @@ class Recorder:
             sent_bytes=result.sent_bytes,
             expected_bytes=expected_bytes(
                 self.plan,
-                [count_own_tokens(batch, self._part) for batch in step.batches],
+                [count_own_tokens(batch, self._row_shard) for batch in step.batches],
                 recomputes,
             ),
             device_util=self._monitor.device_utilization(),
@@ -441,22 +447,22 @@ class Recorder:
             device_bytes=device.used_bytes if device else None,
             device_limit_bytes=device.limit_bytes if device else None,
             samples_seen=self._loader.rows,
-            preferences=compute_metrics(result.sums, int(step.terms)),
+            preferences=compute_metrics(result.sums, int(step.loss_terms)),
             source_tokens=self._key_by_source_name(step.source_tokens),
             experts=summarize_expert_load(result.routers, step.tokens),
         )
-        self._prepared = metrics, result.routers, usage
+        self._pending_record = metrics, result.routers, usage
 
     @property
-    def own_usage(self) -> RankUsage:
+    def local_usage(self) -> RankUsage:
         """This rank's values of the step that is prepared but not yet recorded."""
-        return self._prepared[2] if self._prepared is not None else RankUsage()
+        return self._pending_record[2] if self._pending_record is not None else RankUsage()
 
     def record(self, values_by_rank: UsageByRank) -> None:
         """Record the prepared step, if there is one, with the values of all ranks."""
-        if self._prepared is None:
+        if self._pending_record is None:
             return
-        (metrics, routers, _), self._prepared = self._prepared, None
+        (metrics, routers, _), self._pending_record = self._pending_record, None
         self._rank_work.add(metrics.step, values_by_rank.work_s)
         self.metrics.record_step(
             replace(metrics, **_find_extremes(metrics, values_by_rank)), routers
@@ -464,7 +470,7 @@ class Recorder:
 
     def record_now(self) -> None:
         """Record the step with a separate exchange, before an evaluation or a save. Collective."""
-        self.record(UsageByRank(*self._comm.gather_by_value(astuple(self.own_usage))))
+        self.record(UsageByRank(*self._comm.gather_elementwise(astuple(self.local_usage))))
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -523,5 +529,5 @@ def _peak_flops(comm: Comm) -> float | None:
 def _open_run_trackers(job: Job, model: Model, step: int) -> Trackers:
     run, settings = job.config.run, model.config.model_dump(mode="json")
     name = run.name or job.dir.absolute().name
-    facts = RunFacts(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
+    facts = RunMetadata(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
     return open_trackers(run, facts)

@@ -26,24 +26,24 @@ from hpc_tune.model.language import explain_too_long_texts, read_config
 from hpc_tune.model.layers import find_unreplaceable_linears
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
-from hpc_tune.model.rotary import has_length_scaling
+from hpc_tune.model.rotary import has_length_dependent_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import (
     ResolvedLayout,
-    gathered_keys_warnings,
+    kv_gathering_warnings,
     list_useless_settings,
     resolve,
     resolve_row_pieces,
 )
-from hpc_tune.step.size import ModelSize, measure
+from hpc_tune.step.size import ModelSize, measure_model_size
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import (
     ArchitectureCheck,
     check_architecture_cached,
     wildcard_name,
 )
-from hpc_tune.train.startup.compile_trial import decide_compile
+from hpc_tune.train.startup.compile_trial import resolve_auto_compile
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -110,7 +110,7 @@ def build_model(job: Job, is_fresh: bool) -> Model:
     model_dir = prepare_model_dir(config.model.path, comm, job.dir)
     dtype = resolve_dtype(config.model.dtype, comm.device)
 
-    def make() -> BuiltModel:
+    def make_built_model() -> BuiltModel:
         if config.optim.is_8bit:
             require_torchao()
         built = build(
@@ -122,7 +122,7 @@ def build_model(job: Job, is_fresh: bool) -> Model:
         built = replace(built, seq_len=config.data.seq_len)
         return use_init_adapter(built, Path(start)) if start and is_first else built
 
-    built = comm.run_and_agree("building the model", make)
+    built = comm.run_and_agree("building the model", make_built_model)
     _log_ignored_parts(built)
     if config.tune.form != "pairs":
         _log_fit_of_positions(
@@ -153,9 +153,9 @@ def build_model(job: Job, is_fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.run_on_rank_0("looking at the model's weights", lambda: built.weights_fingerprint)
-    config = config.model_copy(update={"train": decide_compile(job, built)})
+    config = config.model_copy(update={"train": resolve_auto_compile(job, built)})
     built = _with_router_watch(built, proof, config.train.compiles)
-    model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)
+    model = Model(built, measure_model_size(built.module, config.optim.is_8bit), config, sample)
     model.refuse_too_long_masked_rows(comm.device)
     return model
 
@@ -183,7 +183,7 @@ def _log_fit_of_positions(built: BuiltModel, longest: int, what: str) -> None:
     )
     if too_long:
         log.warning("%s", too_long, extra=LOG_ON_RANK_0_ONLY)
-    if has_length_scaling(built.config):
+    if has_length_dependent_scaling(built.config):
         log.info("rotary positions are scaled for texts of %s", what)
 
 
@@ -195,7 +195,7 @@ def _log_ignored_parts(built: BuiltModel) -> None:
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
             extra=LOG_ON_RANK_0_ONLY,
         )
-    if config_enables_router_loss(built.directory) and not built.tune.router_losses:
+    if config_enables_router_loss(built.directory) and not built.tune.router_loss_factors:
         log.warning(
             "config.json asks for a loss of the routers (output_router_logits), as left there by "
             "tools that train with one; hpc_tune instead reads tune.router_aux_loss, which is not "
@@ -204,7 +204,7 @@ def _log_ignored_parts(built: BuiltModel) -> None:
         )
     special = sorted({path.rpartition(".")[2] for path in find_unreplaceable_linears(built.module)})
     notes = ["have no adapters"] if ALL_LINEAR_TARGET in built.tune.targets else []
-    notes += [f"are not in {packing}"] if (packing := built.tune.base_packing) else []
+    notes += [f"are not in {packing}"] if (packing := built.tune.base_format) else []
     if special and notes and built.tune.method != "full":
         log.info(
             "%s %s: the model does not call them as linear layers",
@@ -228,12 +228,12 @@ def _require_supported_settings(
                 f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {fault}; "
                 f"{remedy}"
             )
-    if proof.adapters and tune.base_packing:
+    if proof.adapters and tune.base_format:
         option, remedy = "tune.method=qlora", "use tune.method=lora"
         if tune.base_dtype:
             option, remedy = f"tune.base_dtype={tune.base_dtype}", "leave it out"
         raise ConfigError(
-            f"{option}: a {kind} model's base cannot be in {tune.base_packing}: {proof.adapters}; "
+            f"{option}: a {kind} model's base cannot be in {tune.base_format}: {proof.adapters}; "
             f"{remedy}"
         )
     if proof.adapters:
@@ -279,7 +279,7 @@ def _with_router_watch(
     Raises:
         ConfigError: if router losses are set, but the routers cannot be watched.
     """
-    kind, losses = built.config.model_type, built.tune.router_losses
+    kind, losses = built.config.model_type, built.tune.router_loss_factors
     _warn_unpacked_experts(built)
     if not is_mixture_of_experts(built.module):
         why = f"a {kind} model has no experts"
@@ -301,7 +301,7 @@ def _with_router_watch(
 
 
 def _warn_unpacked_experts(built: BuiltModel) -> None:
-    packing = built.tune.base_packing
+    packing = built.tune.base_format
     if packing and (unpacked_bytes := unpacked_stack_bytes(built.module)):
         log.warning(
             "the routed experts of a %s model, %s, are not in %s: the model computes them with "
@@ -365,7 +365,7 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     if comm.is_rank_0:
         on_gpu = comm.device.type == "cuda"
         useless = list_useless_settings(resolved.layout, parallel, on_gpu)
-        for warning in (*useless, *gathered_keys_warnings(model.built.config, resolved.layout)):
+        for warning in (*useless, *kv_gathering_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
         if resolved.parallel.row_pieces != 1 and has_mlps(module):
             log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)

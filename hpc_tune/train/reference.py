@@ -35,7 +35,7 @@ from hpc_tune.memory.policy import Phase
 from hpc_tune.model.float8 import explain_missing_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import AnswerLogProbabilities, PreferenceSums
-from hpc_tune.model.rotary import has_length_scaling
+from hpc_tune.model.rotary import has_length_dependent_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -49,7 +49,7 @@ from hpc_tune.world.device import find_architecture
 
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of the bytes before
 _BATCHES_PER_READ = 16  # micro-batches, whose results are small
-_VALUES_PER_SUM = 1 << 16  # values in one message
+_MAX_VALUES_PER_MESSAGE = 1 << 16  # values in one message
 _CACHE_VERSION = 2  # raised when the same rows and model get other values; 1 summed tokens in fp32
 # By dtype size in bytes: the relative difference of log-probabilities allowed between two passes,
 # whose matmuls have other rows. A wrong mask, template or base differs by more than a tenth.
@@ -116,7 +116,7 @@ def _compute_reference(
 
     def batches(yields_mismatched: bool) -> Iterator[Batch]:
         for number, batch in enumerate(rows.batches(micro_size), 1):
-            yield batch.mismatched if yields_mismatched and batch.mismatched else batch
+            yield batch.mismatched_batch if yields_mismatched and batch.mismatched_batch else batch
             progress.update(number)
 
     for is_mismatched in (False, True) if store.form == "labels" else (False,):
@@ -129,9 +129,9 @@ def _compute_reference(
             np.add.at(reference, documents, sums_M2)
     progress.close()
     flat = reference.reshape(-1)
-    for start in range(0, len(flat), _VALUES_PER_SUM):
-        flat[start : start + _VALUES_PER_SUM] = comm.sum(
-            flat[start : start + _VALUES_PER_SUM].tolist()
+    for start in range(0, len(flat), _MAX_VALUES_PER_MESSAGE):
+        flat[start : start + _MAX_VALUES_PER_MESSAGE] = comm.sum(
+            flat[start : start + _MAX_VALUES_PER_MESSAGE].tolist()
         )
     return reference.astype(np.float32)
 
@@ -212,13 +212,13 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
         _CACHE_VERSION,
         store.attributes.content,
         store.attributes.tokenizer_fingerprint,
-        model.built.identity,
+        model.built.architecture_hash,
         model.weights_fingerprint,
         hash_init_adapter(tune),
         str(model.built.dtype),
         tune.base_dtype or tune.method == "qlora",
         train.float8,
-        model.built.seq_len if has_length_scaling(model.built.config) else None,
+        model.built.seq_len if has_length_dependent_scaling(model.built.config) else None,
     ]
     if tune.init_from is not None:  # these scale its weights, and equal the adapter's own settings
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
@@ -265,7 +265,7 @@ def _write_reference(file: Path, reference: np.ndarray) -> None:
 class KlTerms(NamedTuple):
     """The summed differences of mismatched answers from their reference, and their number."""
 
-    change_sum: float = 0.0
+    log_prob_change_sum: float = 0.0
     num_answers: float = 0.0
 
 
@@ -292,9 +292,9 @@ def sum_kl_terms(
     return KlTerms(float(change_P.double().sum()), int(has_answer_P.sum()))
 
 
-def clamped_mean_kl(change_sum: float, num_answers: float) -> float:
+def clamped_mean_kl(log_prob_change_sum: float, num_answers: float) -> float:
     """Return the mean difference of all ranks' mismatched answers, clamped at 0 from below."""
-    return max(0.0, change_sum / max(1.0, num_answers))
+    return max(0.0, log_prob_change_sum / max(1.0, num_answers))
 
 
 def mean_kl(engine: Engine, mismatched_batches: Iterable[Batch], comm: Comm) -> float:
@@ -306,7 +306,7 @@ def mean_kl(engine: Engine, mismatched_batches: Iterable[Batch], comm: Comm) -> 
     return clamped_mean_kl(*comm.sum([*sum_kl_terms(engine, mismatched_batches)]))
 
 
-def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
+def require_matching_reference(result: StepResult, plan: StepPlan) -> None:
     """Check in the first step that the model equals its reference: nothing has been learned yet.
 
     Raises:

@@ -100,7 +100,7 @@ def resume(
         for warning in check_resume(
             state,
             job.config.model_dump(),
-            model.built.identity,
+            model.built.architecture_hash,
             total_steps,
             model.weights_fingerprint,
         ):

@@ -34,9 +34,9 @@ from hpc_tune.train.resume import find_checkpoint, resume, store_settings
 from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import (
     MemoryForecast,
-    agree_on_settings,
     preflight,
     record_memory_peaks,
+    require_same_rank_settings,
 )
 from hpc_tune.train.trainer import Trainer, load_engine, make_deterministic
 from hpc_tune.units import format_seconds
@@ -68,7 +68,7 @@ def finish(
     control.recorder.close()
     control.trainer.loader.close()
     job.setup_comm.run_on_rank_0(
-        "ending the run", lambda: _write_outcome(job, model, control, outcome)
+        "ending the run", lambda: _export_and_write_outcome(job, model, control, outcome)
     )
     job.stop.ignore_signals()
     job.monitor.close()
@@ -80,7 +80,7 @@ def finish(
         job.owner.close()
 
 
-def _write_outcome(job: Job, model: Model, control: Control, outcome: Outcome) -> None:
+def _export_and_write_outcome(job: Job, model: Model, control: Control, outcome: Outcome) -> None:
     """Export the adapter of a finished run, write the outcome, and log what to do next."""
     config, run_dir = model.config, job.dir
     if outcome.status == "done" and config.tune.method != "full":
@@ -158,7 +158,7 @@ def run(
     run_dir = Path(config.run.dir)
     stop_scope = nullcontext() if stop is None else closing(stop)
     with join_world(config.run, run_dir, faults.join) as all_ranks, stop_scope:
-        agree_on_settings(all_ranks, config.model_dump(mode="json"))
+        require_same_rank_settings(all_ranks, config.model_dump(mode="json"))
         stop = stop or StopFlag.create_for_run(
             run_dir, config.train.time_limit, all_ranks.is_rank_0
         )
@@ -205,7 +205,9 @@ def _train(
         model = with_scaled_positions(model, stores, job.setup_comm)
         log_start(job, model, resolved_layout, forecast, data)
         layout, parallel = resolved_layout.layout, resolved_layout.parallel
-        plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
+        plan = StepPlan.for_model(
+            model.built, layout, parallel, data.loss_token_fraction, model.size
+        )
         engine = load_engine(job, model, plan)
         data = attach_reference(job, model, plan, data, engine)
         saved_state = resume(job, checkpoint, model, engine, data)
@@ -227,7 +229,9 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     control.begin()
     while (decision := control.decide()).should_continue:
         with control.profile_step():
-            has_gradients = trainer.accumulate(decision.batches, decision.terms, decision.tokens)
+            has_gradients = trainer.accumulate(
+                decision.batches, decision.loss_terms, decision.tokens
+            )
             if has_gradients:
                 control.saver.wait_until_weights_may_change()
                 result = trainer.update()

@@ -14,7 +14,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from hpc_tune.checkpoint.export import pack_adapter
+from hpc_tune.checkpoint.export import assemble_adapter_folder
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import (
@@ -96,7 +96,7 @@ class Saver:
     So a checkpoint exists as soon as its bytes are written, however long the current step takes and
     even if that step fails. The ranks learn of it in the exchange at each step boundary, and no
     collective waits for a slow file system. The collective methods: ``start``,
-    ``add_evaluation``, ``advance``, ``finish``.
+    ``add_evaluation``, ``complete_if_done``, ``finish``.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Saver:
     @property
     def memory_actions(self) -> dict[Action, ActionHandle]:
         """The memory-saving actions that the governor may apply to saves."""
-        return {Action.SAVE_IN_PIECES: ActionHandle(self._save_in_pieces)}
+        return {Action.SAVE_IN_PIECES: ActionHandle(self._set_save_in_pieces)}
 
     def release_staging_blocks(self) -> None:
         """Free the memory kept from the last save's copies; the next save allocates it again."""
@@ -223,7 +223,7 @@ class Saver:
                 save.task.cancel(reason)
         return 0.0
 
-    def advance(self, num_done: float) -> None:
+    def complete_if_done(self, num_done: float) -> None:
         """Complete the current save if all ranks have done their part.
 
         ``num_done`` is the sum of ``status`` over all ranks.
@@ -235,7 +235,7 @@ class Saver:
             self._record_finished_save(num_done)
 
     def finish(self) -> None:
-        """Wait until a running save is committed. Raises like ``advance``."""
+        """Wait until a running save is committed. Raises like ``complete_if_done``."""
         with self._count_blocked_time():
             while self.is_saving:
                 [num_done] = self._comm.sum([self.status()])
@@ -243,7 +243,7 @@ class Saver:
                 if self.is_saving:
                     time.sleep(_POLL_S)
 
-    def _save_in_pieces(self, times: int) -> str:
+    def _set_save_in_pieces(self, times: int) -> str:
         """Let training wait for later saves, which then copy nothing."""
         self._in_pieces = times > 0
         self._block_pool.keep_between_saves(not self.is_blocking)
@@ -369,7 +369,7 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
     """Return the saver of the trained values of ``engine`` into the run directory."""
     tune, pack = model.config.tune, None
     if tune.method != "full":
-        pack = partial(pack_adapter, tune=tune, base=model.built.directory)
+        pack = partial(assemble_adapter_folder, tune=tune, base=model.built.directory)
     write_options = WriteOptions(
         job.config.run.timeout,
         job.monitor.can_allocate,
@@ -472,9 +472,9 @@ def choose_save_interval(history: StartHistory, num_nodes: int) -> tuple[float, 
             f"every {format_seconds(DEFAULT_INTERVAL_S)} until a save has been measured",
         )
     wait_s = statistics.median(history.waits_s[-_NUM_RECENT_SAVES:])
-    if history.failures:
-        mtbf_s = history.running_s / history.failures
-        failures_text = f"{history.failures} failure{'s' * (history.failures > 1)}"
+    if history.num_failures:
+        mtbf_s = history.running_s / history.num_failures
+        failures_text = f"{history.num_failures} failure{'s' * (history.num_failures > 1)}"
         reason = f"{failures_text} in {format_seconds(history.running_s)} of this run"
     else:
         mtbf_s = NODE_DAYS_PER_FAILURE * _DAY_S / num_nodes

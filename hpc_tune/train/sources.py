@@ -138,12 +138,12 @@ def build_rows(
             rows_by_source[source.name] = PackedRows(source.store, source_order, source.limit)
     settings = data.sources
 
-    def count() -> list[MixturePhase]:
+    def compute_phases() -> list[MixturePhase]:
         return determine_phases(
             saved_state, _mixture_parts(settings, sources, rows_by_source), data.new_mixture
         )
 
-    phases = comm.run_on_rank_0("counting learned tokens", count)
+    phases = comm.run_on_rank_0("counting learned tokens", compute_phases)
     return MixedRows({name: rows_by_source[name] for name in phases[-1].parts}, phases)
 
 

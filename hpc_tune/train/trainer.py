@@ -122,7 +122,7 @@ class Trainer:
         self.data_s = time.monotonic() - self.began_s
         return batches
 
-    def read_again(self) -> list[Batch]:
+    def reread_batches(self) -> list[Batch]:
         """Return the rows of the current step again, in micro-batches of the present size."""
         self.loader.restore(self._position)
         return self.loader.next_step()
@@ -136,7 +136,7 @@ class Trainer:
             torch.OutOfMemoryError: if this rank ran out and the step cannot be repeated.
         """
         self.out_of_memory_reason = None
-        if any(batch.mismatched is not None for batch in batches):
+        if any(batch.mismatched_batch is not None for batch in batches):
             kl = self._measure_kl(batches)
             if kl is None:
                 return self._give_up_step()
@@ -156,13 +156,13 @@ class Trainer:
         """
         terms = KlTerms()
         try:
-            mismatched_batches = [b.mismatched for b in batches if b.mismatched]
+            mismatched_batches = [b.mismatched_batch for b in batches if b.mismatched_batch]
             terms = sum_kl_terms(self.engine, mismatched_batches, is_within_step=True)
         except torch.OutOfMemoryError as error:
             self._note_out_of_memory(error)
         ran_out = self.out_of_memory_reason is not None
-        change_sum, num_answers, num_failed = self._comm.sum([*terms, ran_out])
-        return None if num_failed else clamped_mean_kl(change_sum, num_answers)
+        log_prob_change_sum, num_answers, num_failed = self._comm.sum([*terms, ran_out])
+        return None if num_failed else clamped_mean_kl(log_prob_change_sum, num_answers)
 
     def _note_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         if not self._repeats:

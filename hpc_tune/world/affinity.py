@@ -1,7 +1,7 @@
 """Give each rank CPU cores and threads: its share of what the ranks of its node may use.
 
     masks of the node's ranks + what the cpuset would allow -> assign_cores (pure) ->
-    apply_core_share
+    apply_core_assignment
 
 This runs before torch is imported, since the threads that torch starts inherit the mask. The ranks'
 GPUs are known only later; then the cores are assigned again, by the GPUs' NUMA nodes.
@@ -18,11 +18,11 @@ from hpc_tune.cluster.schedulers import granted_cpus
 
 CpuMask = frozenset[int]
 CoreLookup = Callable[[int], tuple[int, int]]
-ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
+ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_assignment``
 
 
 @dataclass(frozen=True)
-class CoreShare:
+class CoreAssignment:
     """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
     ``pin``: whether the mask must be set; ``warning``: for the user; ``num_sharing_ranks``: how
@@ -51,7 +51,7 @@ def assign_cores(
     local_rank: int,
     find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None] = (),
-) -> CoreShare:
+) -> CoreAssignment:
     """Return the share of ``local_rank`` (pure).
 
     Ranks with the same mask split it into contiguous slices. A rank keeps a mask that no other rank
@@ -81,7 +81,7 @@ def _split_cores(
     local_rank: int,
     find_core: CoreLookup,
     gpu_nodes: Sequence[NumaNode | None],
-) -> CoreShare:
+) -> CoreAssignment:
     pool, num_ranks, warning = masks[local_rank], len(masks), None
     same_mask_ranks = [rank for rank, mask in enumerate(masks) if mask == pool]
     if (
@@ -97,11 +97,15 @@ def _split_cores(
         pool = reachable_cpus
     if len(same_mask_ranks) > len(pool):
         num_cores = _num_cores(pool, find_core)
-        return CoreShare(pool, num_cores, 1, warning is not None, warning, len(same_mask_ranks))
+        return CoreAssignment(
+            pool, num_cores, 1, warning is not None, warning, len(same_mask_ranks)
+        )
     other_cpus: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
     if other_cpus & pool:
         num_cores = _num_cores(frozenset().union(*masks), find_core)
-        return CoreShare(pool, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks)
+        return CoreAssignment(
+            pool, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks
+        )
     cpus = _core_slice(pool, len(same_mask_ranks), same_mask_ranks.index(local_rank), find_core)
     num_cores = _num_cores(cpus, find_core)
     fair_cores = _num_cores(reachable_cpus, find_core) // num_ranks
@@ -113,9 +117,9 @@ def _split_cores(
             f"mpirun --bind-to none or srun --cpus-per-task={fair_cores}"
         )
     pin = cpus != masks[local_rank]
-    if near_cpus := _slice_near_gpu(pool, same_mask_ranks, local_rank, find_core, gpu_nodes):
+    if near_cpus := _core_slice_near_gpu(pool, same_mask_ranks, local_rank, find_core, gpu_nodes):
         cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, find_core), True
-    return CoreShare(cpus, num_cores, num_cores, pin, warning)
+    return CoreAssignment(cpus, num_cores, num_cores, pin, warning)
 
 
 def widest_cpu_mask() -> CpuMask:
@@ -162,7 +166,7 @@ def physical_core(cpu: int) -> tuple[int, int]:
         return 0, cpu
 
 
-def apply_core_share(share: CoreShare, threads: int) -> str | None:
+def apply_core_assignment(share: CoreAssignment, threads: int) -> str | None:
     """Set the mask and the thread pools' variables; return a note if one was overridden."""
     if share.pin:
         os.sched_setaffinity(0, share.cpus)
@@ -219,7 +223,7 @@ def _core_slice(mask: CpuMask, num: int, index: int, find_core: CoreLookup) -> C
     return frozenset(cpu for group in groups[first:last] for cpu in group)
 
 
-def _slice_near_gpu(
+def _core_slice_near_gpu(
     mask: CpuMask,
     same_mask_ranks: Sequence[int],
     local_rank: int,

@@ -39,7 +39,13 @@ from hpc_tune.world.device import (
     numa_nodes_by_rank,
     pick_device,
 )
-from hpc_tune.world.discover import World, discover, local_world_fields, make_host_key, number_nodes
+from hpc_tune.world.discover import (
+    World,
+    assign_node_indices,
+    discover,
+    local_world_fields,
+    make_host_key,
+)
 from hpc_tune.world.failure import (
     FAILURE_KEY,
     end_world,
@@ -137,7 +143,7 @@ def bootstrap(
 
 
 def _rank_facts(
-    world: World, share: affinity.CoreShare, threads: int, notes: list[str | None]
+    world: World, share: affinity.CoreAssignment, threads: int, notes: list[str | None]
 ) -> dict[str, Any]:
     """Return what each rank tells the others about itself once the groups exist."""
     return {
@@ -252,9 +258,9 @@ def _open_channel(
         return None
     if world.size == 1:
         return SoloChannel()
-    if launcher.meeting_point is None:
+    if launcher.rendezvous_endpoint is None:
         raise WorldError(f"{claim.launcher} starts several ranks, but without MPI they cannot meet")
-    point = launcher.meeting_point(os.environ, claim)
+    point = launcher.rendezvous_endpoint(os.environ, claim)
     limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
 
@@ -264,7 +270,7 @@ def _fill_in_nodes(world: World, channel: Channel | None) -> World:
     if world.launcher != UNKNOWN_LAUNCHER or channel is None:
         return world
     hosts = channel.all_gather(make_host_key())
-    nodes = number_nodes(hosts, hosts, [None] * world.size)
+    nodes = assign_node_indices(hosts, hosts, [None] * world.size)
     return replace(world, **local_world_fields(world.rank, nodes))
 
 
@@ -286,17 +292,17 @@ def _set_cores(
     cores: tuple[list[affinity.CpuMask], affinity.CpuMask],
     settings: RunSettings,
     gpu_nodes: Sequence[affinity.NumaNode | None] = (),
-) -> tuple[affinity.CoreShare, int, str | None]:
+) -> tuple[affinity.CoreAssignment, int, str | None]:
     masks, reachable = cores
     share = affinity.assign_cores(
         masks, reachable, world.local_rank, affinity.physical_core, gpu_nodes
     )
     if world.size == 1 and world.launcher == "single":
         mask = masks[world.local_rank]
-        share = affinity.CoreShare(mask, share.num_cores, share.threads, pin=False)
+        share = affinity.CoreAssignment(mask, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
     old_mask = frozenset(os.sched_getaffinity(0))
-    note = affinity.apply_core_share(share, threads)
+    note = affinity.apply_core_assignment(share, threads)
     if gpu_nodes and share.pin:
         affinity.repin_threads_with_mask(old_mask, share.cpus)
     return share, threads, note
@@ -397,12 +403,12 @@ def init_groups(
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
     hint = hint if warning is None else f"{warning}. Or {hint}"
     with time_limit("the devices of all ranks to connect", startup_limit_s, hint, label):
-        group = _new_groups(world, device, store, timeout_s)
+        group = _create_groups(world, device, store, timeout_s)
         _connect_devices(world, device, hint)
     return group
 
 
-def _new_groups(
+def _create_groups(
     world: World, device: "torch.device", store: "Store", timeout_s: float
 ) -> "ProcessGroup":
     import torch.distributed as dist

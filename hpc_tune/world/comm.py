@@ -149,7 +149,7 @@ class Comm:
         self._require_no_solo_work()
         return [value] if self.world.size == 1 else all_gather(value, self.cpu_group)
 
-    def gather_by_value(self, values: Sequence[float]) -> list[list[float]]:
+    def gather_elementwise(self, values: Sequence[float]) -> list[list[float]]:
         """Return, for each of ``values``, the values of all ranks, by rank. Collective.
 
         It takes one message, and half as many hops around gloo's ring as a sum.

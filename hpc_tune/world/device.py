@@ -183,7 +183,7 @@ def assign_gpus(visible_gpus: Mapping[int, Sequence[str]]) -> dict[int, str]:
     """
     owner: dict[str, int] = {}
 
-    def place(rank: int, visited_gpus: set[str]) -> bool:
+    def assign_gpu(rank: int, visited_gpus: set[str]) -> bool:
         free = next((gpu for gpu in visible_gpus[rank] if gpu not in owner), None)
         if free is not None:
             owner[free] = rank
@@ -191,13 +191,13 @@ def assign_gpus(visible_gpus: Mapping[int, Sequence[str]]) -> dict[int, str]:
         for gpu in visible_gpus[rank]:
             if gpu not in visited_gpus:
                 visited_gpus.add(gpu)
-                if place(owner[gpu], visited_gpus):
+                if assign_gpu(owner[gpu], visited_gpus):
                     owner[gpu] = rank
                     return True
         return False
 
     for rank in visible_gpus:
-        place(rank, set())
+        assign_gpu(rank, set())
     return {rank: gpu for gpu, rank in owner.items()}
 
 
@@ -221,7 +221,7 @@ def pick_device(
             issue = f"cannot start CUDA ({own_gpus.error})" if own_gpus.error else "finds no GPU"
             error = (
                 f"run.device={request}, but torch {torch.__version__} {issue} on {world.hostname} "
-                f"({settings or f'{_gpus_variable()} is unset'}); request GPUs for the job, or set "
+                f"({settings or f'{_gpus_env_var()} is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
         elif request == "auto":
@@ -331,7 +331,7 @@ def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
         )
     return (
         f"start one rank per GPU (--ntasks-per-node={num_gpus}), or hide the GPUs that are not for "
-        f"this run with {_gpus_variable()}"
+        f"this run with {_gpus_env_var()}"
     )
 
 
@@ -363,7 +363,7 @@ def _describe_gpu_shortage(
     )
 
 
-def _gpus_variable() -> str:
+def _gpus_env_var() -> str:
     import torch
 
     return "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
@@ -442,7 +442,9 @@ def read_allocator_settings() -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-def unread_allocator_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
+def unread_alloc_conf_warning(
+    environ: Mapping[str, str], settings: Mapping[str, Any]
+) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
     alloc_conf = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     value = settings.get("expandable_segments")
@@ -492,7 +494,7 @@ _GROUPED_MM_VARIABLE = "ROCM_ALLOW_GROUP_GEMM_CK"
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GpuArchitecture:
     """The architecture of a GPU: NVIDIA's by ``capability``, AMD's by the name ``gfx``."""
 
     capability: tuple[int, int] | None = None
@@ -556,14 +558,14 @@ class Architecture:
         return self.gfx.startswith(names)
 
 
-def find_architecture(device: "torch.device") -> Architecture | None:
+def find_architecture(device: "torch.device") -> GpuArchitecture | None:
     """Return the architecture of a GPU; None for a CPU."""
     import torch
 
     if device.type != "cuda":
         return None
     if torch.version.hip is None:
-        return Architecture(torch.cuda.get_device_capability(device))
+        return GpuArchitecture(torch.cuda.get_device_capability(device))
     # Such as gfx90a:sramecc+:xnack-.
     name: str = torch.cuda.get_device_properties(device).gcnArchName
-    return Architecture(gfx=name.partition(":")[0])
+    return GpuArchitecture(gfx=name.partition(":")[0])

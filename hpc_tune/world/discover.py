@@ -41,7 +41,7 @@ def make_host_key() -> str:
     return " ".join(parts)
 
 
-def number_nodes(
+def assign_node_indices(
     mpi_node_keys: Sequence[object],
     host_keys: Sequence[object],
     claimed_sizes: Sequence[int | None],
@@ -142,7 +142,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
             f"module, then pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}"
         ) from error
     library = MPI.Get_library_version()
-    if launcher.cannot_start(library):
+    if launcher.cannot_run_mpi(library):
         raise _wrong_mpi_error(launcher, claim, "this library cannot start", library, environ)
     if not MPI.Is_initialized():
         MPI.Init_thread()
@@ -156,7 +156,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     node_comm.Free()
     hostname = socket.gethostname()
     rows = mpi_comm.allgather((lowest_rank, make_host_key(), claim.local_size))
-    nodes = number_nodes(*(list(column) for column in zip(*rows, strict=True)))
+    nodes = assign_node_indices(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,
         size=size,

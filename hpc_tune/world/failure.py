@@ -39,11 +39,11 @@ from hpc_tune.world.processes import is_alive, list_ancestors
 
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
 # Seen by all ranks of a host, and in memory, so that access cannot hang.
-_MARK_FOLDER, _MARK_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
-_MAX_MARK_AGE_S = 600.0  # far more than passes between the ends of two ranks
+_MARK_FOLDER, _REPORT_MARKER_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
+_MAX_REPORT_MARKER_AGE_S = 600.0  # far more than passes between the ends of two ranks
 _MAX_REASON_CHARS, _MAX_NAMED_RANKS = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
-_BROKEN_CONNECTION_SIGNS = (
+_BROKEN_CONNECTION_PHRASES = (
     "connection closed",
     "connection reset",
     "connection refused",
@@ -60,9 +60,9 @@ _BROKEN_CONNECTION_SIGNS = (
     "ncclinternalerror",
     "nccl communicator was aborted",
 )
-_TIMEOUT_SIGNS = ("timed out", "timing out")
+_TIMEOUT_PHRASES = ("timed out", "timing out")
 # NCCL's words for a fault of this rank itself, which it raises as the same kind of error.
-_LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
+_LOCAL_FAULT_PHRASES = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ def end_world(
 
     ``report`` replaces the default way to report, and returns the exit code.
     """
-    exit_code = (report or _report)(comm, error)
+    exit_code = (report or _report_error)(comm, error)
     liveness.die(rank_label(comm), exit_code)
 
 
-def _report(comm: Comm | None, error: BaseException) -> int:
+def _report_error(comm: Comm | None, error: BaseException) -> int:
     exit_code = find_exit_code(error)
     if (failure := claim_failure_report(comm, error)) is not None:
         print_failure(failure)
@@ -142,12 +142,14 @@ def claim_failure_report(comm: Comm | None, error: BaseException) -> Failure | N
         return None
     if gone_ranks:
         details = _format_traceback(error)
-        error = gone_error(gone_ranks, comm.roster, comm.activity[0])
+        error = ended_ranks_error(gone_ranks, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
     return _describe_failure(rank_label(comm), error, comm)
 
 
-def gone_error(gone_ranks: Sequence[Peer], roster: Sequence[Peer], operation: str) -> GoneError:
+def ended_ranks_error(
+    gone_ranks: Sequence[Peer], roster: Sequence[Peer], operation: str
+) -> GoneError:
     """Return the error that names the ranks that have ended, or their host if all of it is gone."""
     names, lost_hosts = [], []
     for node in dict.fromkeys(peer.node for peer in gone_ranks):
@@ -288,9 +290,11 @@ def is_broken_connection(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
         return False
     text = f"{type(error).__name__} {error}".lower()
-    if any(sign in text for sign in _LOCAL_FAULT_SIGNS):
+    if any(sign in text for sign in _LOCAL_FAULT_PHRASES):
         return False
-    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN_CONNECTION_SIGNS)
+    return "Dist" in type(error).__name__ or any(
+        sign in text for sign in _BROKEN_CONNECTION_PHRASES
+    )
 
 
 def watch_launcher(who: str) -> None:
@@ -301,38 +305,40 @@ def watch_launcher(who: str) -> None:
         (pid for pid, name in list_ancestors() if name.startswith(PROCESS_PREFIXES)), None
     )
 
-    def look() -> None:
+    def exit_if_launcher_gone() -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
             # The other end of stderr may be closed.
             with contextlib.suppress(OSError, ValueError):
                 print_line(f"{who}: the launcher is gone, exiting")
             os._exit(EXIT_FAILED)
 
-    liveness.Watcher("launcher-watch", liveness.LAUNCHER_CHECK_EVERY_S, look).start()
+    liveness.Watcher(
+        "launcher-watch", liveness.LAUNCHER_CHECK_EVERY_S, exit_if_launcher_gone
+    ).start()
 
 
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
     """Tell the other ranks that this rank has reported why the world ends."""
     if comm is not None and comm.world.size > 1:
-        _leave_mark(comm)
+        _write_report_marker(comm)
     if comm is not None and comm.watch is not None:
         comm.watch.announce_exit(exit_code)
 
 
-def _mark_path(comm: Comm) -> Path:
-    return _MARK_FOLDER / f"{_MARK_PREFIX}{comm.nonce}-{comm.world.node}"
+def _report_marker_path(comm: Comm) -> Path:
+    return _MARK_FOLDER / f"{_REPORT_MARKER_PREFIX}{comm.nonce}-{comm.world.node}"
 
 
-def _leave_mark(comm: Comm) -> None:
+def _write_report_marker(comm: Comm) -> None:
     """Leave an empty file for ranks of this host that fail after this one has exited.
 
     A later failure on the host removes it; other starts have other names.
     """
     with contextlib.suppress(OSError):
-        _mark_path(comm).touch()
-        for old in _MARK_FOLDER.glob(f"{_MARK_PREFIX}*"):
+        _report_marker_path(comm).touch()
+        for old in _MARK_FOLDER.glob(f"{_REPORT_MARKER_PREFIX}*"):
             with contextlib.suppress(OSError):  # another user's
-                if time.time() - old.stat().st_mtime > _MAX_MARK_AGE_S:
+                if time.time() - old.stat().st_mtime > _MAX_REPORT_MARKER_AGE_S:
                     old.unlink()
 
 
@@ -356,7 +362,7 @@ def _describe_failure(label: str, error: BaseException, comm: Comm | None) -> Fa
             "error: ", f"{label} failed{while_}: {error_text}", details=_format_traceback(error)
         )
     problem = "lost the connection to another rank"
-    if any(word in str(error).lower() for word in _TIMEOUT_SIGNS):
+    if any(word in str(error).lower() for word in _TIMEOUT_PHRASES):
         problem = "had no answer from another rank within run.timeout"
     return Failure(
         "error: ", f"{label} {problem}{while_}: {error_text}", details=_format_traceback(error)
@@ -391,11 +397,11 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
         return _is_first_on_host(comm)
     answer: list[bool] = []
 
-    def ask() -> None:
+    def register_report() -> None:
         with contextlib.suppress(RuntimeError):
             answer.append(StoreKeys(comm.store, FAILURE_KEY).add(1) == 1)
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=register_report, daemon=True)
     thread.start()
     thread.join(liveness.STORE_LIMIT_S)
     return answer[0] if answer else _is_first_on_host(comm)
@@ -413,4 +419,4 @@ def _is_first_on_host(comm: Comm) -> bool:
         claim.close()
         return False
     claim.detach()
-    return not _mark_path(comm).exists()
+    return not _report_marker_path(comm).exists()

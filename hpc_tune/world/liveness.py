@@ -27,7 +27,7 @@ GIL_TIMEOUT_FACTOR = 2  # x run.timeout: a library that holds Python's lock may 
 NUM_KEEPALIVE_PROBES = 3  # a lost packet or two are no outage; each has a quarter of the limit
 CONNECT_LIMIT_S = 30.0
 HELLO_LIMIT_S = 2.0
-HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
+HOST_LOSS_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
 # By then a live rank on rank 0's host has reported; a launcher may end this rank soon after.
 NEIGHBORS_REPORT_LIMIT_S = 0.4
 # Within seconds of a rank's end, ranks of its node report it, and its launcher ends the others.
@@ -47,7 +47,7 @@ TORCH_TIMEOUT_MARGIN_S = 60.0  # torch ends a collective later: it does not know
 # NcclWatch
 NCCL_CHECK_EVERY_S = 1.0
 NCCL_CAUSE_LIMIT_S = 12.0  # more than RANK_END_REPORT_LIMIT_S
-SUSPENSION_MIN_GAP_S = 30.0  # between two looks: no thread of a busy rank is that late
+MIN_SUSPENSION_GAP_S = 30.0  # between two looks: no thread of a busy rank is that late
 
 # StartupWatchdog
 STOP_CHECK_EVERY_S = 0.2
@@ -150,7 +150,7 @@ def make_stall_check(
     last_mark: object = None
     still_s = 0.0
 
-    def look() -> bool:
+    def check_progress() -> bool:
         nonlocal last_mark, still_s
         mark = progress_mark()
         still_s = still_s + every_s if mark == last_mark else 0.0
@@ -160,7 +160,7 @@ def make_stall_check(
         act()
         return True
 
-    return look
+    return check_progress
 
 
 def start_limit_s(start_timeout: float | Literal["auto"], num_ranks: int) -> float:
@@ -249,11 +249,11 @@ class HangWatch:
             read_progress, self._limit_s, every_s, partial(self._report_hang, what)
         )
 
-        def look() -> bool:
+        def check_progress() -> bool:
             watcher.run_unless_closed(self._reset_timer)
             return ends_if_still()
 
-        watcher = Watcher("hang", every_s, look)
+        watcher = Watcher("hang", every_s, check_progress)
         self._reset_timer()
         try:
             with watcher.watching():

@@ -24,7 +24,7 @@ _DISABLED_ERROR_HANDLING = {
 }
 _OLD_ERROR_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
 
-ReadErrors = Callable[[], Iterable[str]]
+ErrorReader = Callable[[], Iterable[str]]
 
 
 def disable_nccl_error_handling(environ: MutableMapping[str, str]) -> None:
@@ -66,7 +66,7 @@ class NcclWatch:
         comm: Comm,
         timeout_s: float,
         on_failure: Callable[[Comm, HpcTuneError], None],
-        errors: ReadErrors = find_group_errors,
+        errors: ErrorReader = find_group_errors,
         every_s: float = liveness.NCCL_CHECK_EVERY_S,
     ) -> None:
         """Start checking; ``timeout_s`` is run.timeout."""
@@ -87,7 +87,7 @@ class NcclWatch:
     def _check_groups(self) -> bool:
         now_s = time.monotonic()
         gap_s, self._last_look_s = now_s - self._last_look_s, now_s
-        self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENSION_MIN_GAP_S
+        self._was_suspended = self._was_suspended or gap_s > liveness.MIN_SUSPENSION_GAP_S
         names = {*self._errors()}
         if self._was_suspended:  # StallWatch does not count the time that the job was suspended
             names.discard("TIMEOUT")

@@ -66,7 +66,7 @@ def empty_pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def empty_pinned_cache() -> None:
+def release_pinned_cache() -> None:
     """Return unused blocks to the system; torch would otherwise keep them for good."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch._C._host_emptyCache()

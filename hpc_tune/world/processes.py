@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.files import raise_if_out_of_files
+from hpc_tune.files import raise_if_too_many_open_files
 
 
 def is_alive(pid: int) -> bool:
@@ -37,7 +37,7 @@ def process_start_after_boot_s(pid: int) -> float | None:
     except psutil.Error:
         return None
     except OSError as error:
-        raise_if_out_of_files(error)
+        raise_if_too_many_open_files(error)
         return None
 
 
@@ -71,7 +71,9 @@ BASE_FILES, FILES_PER_RANK = 256, 4
 MIN_FILES = 64  # with fewer, the smallest model cannot start on one or two ranks
 SPARE_FILES = 16  # kept back to report why a run fails when no other file can be opened
 
-_REMEDY = "ulimit -Hn {} before the launcher, or LimitNOFILE of the scheduler's daemon on the nodes"
+_LIMIT_REMEDY = (
+    "ulimit -Hn {} before the launcher, or LimitNOFILE of the scheduler's daemon on the nodes"
+)
 
 
 def files_needed(num_ranks: int) -> int:
@@ -121,7 +123,7 @@ def require_min_files(limit: int | None) -> None:
     if limit is not None and limit < MIN_FILES:
         raise ConfigError(
             f"a rank may open {limit} files, expected at least {MIN_FILES}, and the hard limit "
-            f"allows no more: {_REMEDY.format(4096)}"
+            f"allows no more: {_LIMIT_REMEDY.format(4096)}"
         )
 
 
@@ -132,5 +134,5 @@ def file_shortage_warning(limit: int | None, num_ranks: int) -> str | None:
     return (
         f"a rank may open {limit} files, {num_ranks} ranks need about {files_needed(num_ranks)} "
         f"({FILES_PER_RANK} connections to each other rank, {BASE_FILES} for the rest), and the "
-        f"hard limit allows no more: {_REMEDY.format(max(files_needed(num_ranks), 4096))}"
+        f"hard limit allows no more: {_LIMIT_REMEDY.format(max(files_needed(num_ranks), 4096))}"
     )

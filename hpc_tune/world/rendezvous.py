@@ -60,7 +60,7 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
     offer: dict[str, Any] = {}
     listeners: list[socket.socket] = []
     if world.rank == 0:
-        offer, listeners = _make_offer(world, interface)
+        offer, listeners = _offer_endpoints(world, interface)
     offer = channel.all_gather(offer)[0]
     if "error" in offer:
         raise WorldError(offer["error"])
@@ -119,7 +119,7 @@ def candidate_addresses(
 
     preferred_names = split_interfaces(interface)
 
-    def grade(address: Address) -> tuple[int, int]:
+    def preference_key(address: Address) -> tuple[int, int]:
         ip = ipaddress.ip_address(address.ip)
         if address.interface in preferred_names:
             kind = preferred_names.index(address.interface) - len(preferred_names)
@@ -136,7 +136,7 @@ def candidate_addresses(
         ip = ipaddress.ip_address(address.ip)
         if not ip.is_link_local and (num_nodes == 1 or not ip.is_loopback):
             usable.append(address)
-    return sorted(usable, key=grade)
+    return sorted(usable, key=preference_key)
 
 
 def local_addresses() -> list[Address]:
@@ -161,7 +161,9 @@ def find_interface_to(ip: str) -> str | None:
     return next((a.interface for a in local_addresses() if a.ip == own_ip), None)
 
 
-def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], list[socket.socket]]:
+def _offer_endpoints(
+    world: World, interface: str | None
+) -> tuple[dict[str, Any], list[socket.socket]]:
     addresses = local_addresses()
     names = sorted({address.interface for address in addresses})
     if interface and not {*split_interfaces(interface)} & {*names}:
@@ -211,9 +213,11 @@ class _Responder:
                     with contextlib.suppress(OSError):
                         peer, _ = listener.accept()  # type: ignore[union-attr]
                         # A silent client that is no node must not keep the nodes waiting.
-                        threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
+                        threading.Thread(
+                            target=self._answer_probe, args=(peer,), daemon=True
+                        ).start()
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _answer_probe(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer:
             peer.settimeout(PROBE_TIMEOUT_S)
             if _read_line(peer) == _probe_token(self._nonce, "ask"):
@@ -230,10 +234,10 @@ def _probe_endpoints(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[st
     """Return "" or the reason of failure for each endpoint; all are tried in parallel."""
     reasons = ["no answer"] * len(endpoints)
 
-    def attempt(index: int) -> None:
+    def probe_endpoint(index: int) -> None:
         reasons[index] = _probe_endpoint(endpoints[index]["ip"], endpoints[index]["port"], nonce)
 
-    threads = [threading.Thread(target=attempt, args=(i,)) for i in range(len(endpoints))]
+    threads = [threading.Thread(target=probe_endpoint, args=(i,)) for i in range(len(endpoints))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -100,7 +100,7 @@ class StopFlag:
         left_s = self.seconds_left()
         if left_s is not None and left_s <= margin_s:
             return "time limit"
-        return "STOP file" if self._has_file() else None
+        return "STOP file" if self._has_stop_file() else None
 
     @property
     def limit_s(self) -> float:
@@ -123,7 +123,7 @@ class StopFlag:
             write_stderr(f"{name}: {self._stop_message}\n")
         self._signal = number
 
-    def _has_file(self) -> bool:
+    def _has_stop_file(self) -> bool:
         now_s = time.monotonic()
         if self._file is not None and now_s - self._file_checked_s >= _FILE_CHECK_EVERY_S:
             # An error of the file system is no reason to end a run.

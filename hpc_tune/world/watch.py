@@ -96,8 +96,8 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer, StoreKeys
 from hpc_tune.world.failure import (
     RankProgress,
+    ended_ranks_error,
     find_dead_peers,
-    gone_error,
     lost_host_error,
     stalled_error,
     unresponsive_ranks_error,
@@ -139,7 +139,7 @@ class StallWatch:
             liveness.STEP_CHECK_EVERY_S, limit_s / liveness.NUM_STEP_CHECKS
         )
         ends_if_still = liveness.make_stall_check(
-            self._progress_mark, limit_s, every_s, self._report_stall
+            self._progress_snapshot, limit_s, every_s, self._report_stall
         )
         self._watcher = liveness.Watcher(
             "stall-watch", every_s, ends_if_still, self._answer_progress_request
@@ -158,7 +158,7 @@ class StallWatch:
         """Watch the block, which all ranks are in; a single rank waits for nobody."""
         return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
-    def _progress_mark(self) -> tuple[object, ...]:
+    def _progress_snapshot(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
         frame, spent_ns = liveness.inspect_main_thread()
         position = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
@@ -359,7 +359,7 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a report."""
-        ended_ranks = self._list_remotely_ended_ranks()
+        ended_ranks = self._list_ended_remote_ranks()
         return {
             rank
             for rank, launch_rank in enumerate(self._launch_ranks)
@@ -370,13 +370,13 @@ class HostWatch:
         """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
         self._current_comm, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
 
-    def _list_remotely_ended_ranks(self) -> set[int]:
+    def _list_ended_remote_ranks(self) -> set[int]:
         world, now_s = self._comm.world, time.monotonic()
         joint_times_s = self._joint_end_times_s()
         end_times_s = {
             rank: at_s for rank, at_s in joint_times_s.items() if not self._is_on_this_host(rank)
         }
-        if not end_times_s or now_s - min(end_times_s.values()) < liveness.HOST_SETTLE_S:
+        if not end_times_s or now_s - min(end_times_s.values()) < liveness.HOST_LOSS_SETTLE_S:
             return set()
         if world.rank and 0 in end_times_s:
             ranks_with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
@@ -430,10 +430,10 @@ class HostWatch:
                 if self._comm.is_rank_0 and len(self._end_times_s) > num_announced:
                     num_announced = len(self._end_times_s)
                     self._broadcast_line(json.dumps([*self._end_times_s]).encode())
-                if self._seconds_left() == 0:
+                if self._seconds_until_report() == 0:
                     self._report_and_exit(
                         self._ended_ranks_error(
-                            self._list_remotely_ended_ranks() | self._joint_end_times_s().keys()
+                            self._list_ended_remote_ranks() | self._joint_end_times_s().keys()
                         )
                     )
                     return
@@ -445,7 +445,7 @@ class HostWatch:
         if not peers:
             roster = self._comm.roster
             peers = [peer for peer in roster if peer.rank in launch_ranks]
-        return gone_error(peers, roster, self._comm.activity[0])
+        return ended_ranks_error(peers, roster, self._comm.activity[0])
 
     def _accept_peer(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
@@ -525,7 +525,7 @@ class HostWatch:
             with contextlib.suppress(OSError):
                 peer.send(line + b"\n", socket.MSG_DONTWAIT)
 
-    def _seconds_left(self) -> float | None:
+    def _seconds_until_report(self) -> float | None:
         """Return in how many seconds to end the world since ranks have ended, None if none has."""
         now_s = time.monotonic()
         ends_s = [at_s + self._report_limit_s(rank) for rank, at_s in self._end_times_s.items()]
@@ -533,16 +533,18 @@ class HostWatch:
 
     def _poll_timeout_s(self) -> float | None:
         """Return when to look again: a process closes its connections before it shows as ended."""
-        left_s = self._seconds_left()
+        left_s = self._seconds_until_report()
         is_near = any(self._is_on_this_host(rank) for rank in self._end_times_s)
-        return min(left_s, liveness.HOST_SETTLE_S) if left_s is not None and is_near else left_s
+        return (
+            min(left_s, liveness.HOST_LOSS_SETTLE_S) if left_s is not None and is_near else left_s
+        )
 
     def _report_limit_s(self, rank: int) -> float:
         """Return how long to wait for ranks that can report the end of this rank better."""
         comm, peer = self._comm, self._comm.roster[rank]
         if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
-            return liveness.HOST_SETTLE_S if is_dead else liveness.RANK_END_REPORT_LIMIT_S
+            return liveness.HOST_LOSS_SETTLE_S if is_dead else liveness.RANK_END_REPORT_LIMIT_S
         is_node_empty = all(
             neighbor.rank in self._end_times_s for neighbor in self._peers_on_node(peer.node)
         )

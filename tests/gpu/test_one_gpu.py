@@ -15,7 +15,7 @@ from hpc_tune.faults import NO_FAULTS
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.builtin import write_tiny_model
-from hpc_tune.train.exit import MemoryExit, ResumePoint, make_monitor
+from hpc_tune.train.exit import MemoryShortageHandler, ResumePoint, make_monitor
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from tests.support.ranks import ROOT, rank_environment, run_ranks
 from tests.support.training import SMALL, losses, rows, worst_gap
@@ -94,7 +94,7 @@ def test_an_allocation_beyond_the_limit_is_a_reason_to_leave_and_no_crash(comm, 
         torch.cuda.set_per_process_memory_fraction(1.0, comm.device)
     assert is_out_of_memory(caught.value)
     monitor = make_monitor(MemoryConfig(), comm, tmp_path, NO_FAULTS)
-    leaving = MemoryExit(comm, monitor, tmp_path, ResumePoint(3)).cause_of(caught.value)
+    leaving = MemoryShortageHandler(comm, monitor, tmp_path, ResumePoint(3)).cause_of(caught.value)
     monitor.close()
     assert isinstance(leaving, ResumableStop)
     assert leaving.step == 3

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.store import Store, verify_checkpoint
 from hpc_tune.errors import CheckpointError
 from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_saves_refused import wait_for_checkpoint
@@ -117,7 +117,7 @@ def kill_often(folder, n, times, background):
         assert code not in (0, 75)
         left = Store(run_dir / "checkpoints", keep=1)
         for path in left.step_folders():
-            verify(path)
+            verify_checkpoint(path)
     done = train([*overrides, f"run.dir={run_dir}"], n=n, timeout=600)
     assert done.returncode == 0, done.stderr
     return run_dir
@@ -203,7 +203,7 @@ def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
         bit = random.randrange(8 * file.stat().st_size)
         flip(file, bit)
         with pytest.raises(CheckpointError, match=re.escape(newest.name)):
-            verify(newest)
+            verify_checkpoint(newest)
         assert store.latest_checkpoint() == older
         if number < 99:
             flip(file, bit)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpc_tune.checkpoint.store import Store, read_state, verify
+from hpc_tune.checkpoint.store import Store, read_state, verify_checkpoint
 from tests.support.training import SMALL, launch_runs, outcome, rows
 
 BATCHES = 3  # of held-out data, in each evaluation
@@ -91,7 +91,7 @@ def test_a_checkpoint_gets_the_held_out_loss_that_was_measured_late(launched):
         paths = Store(folder / run / "checkpoints", keep=1).step_folders()
         assert {int(p.name[-8:]) for p in paths} == {2, 4}
         for path in paths:
-            verify(path)
+            verify_checkpoint(path)
             assert read_state(path)["eval_loss"] == losses[int(path.name[-8:])], path
 
 

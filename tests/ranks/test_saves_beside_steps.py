@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.store import Store, verify_checkpoint
 from tests.ranks.test_saves_refused import wait_for_checkpoint
 from tests.support.ranks import (
     descendants,
@@ -29,7 +29,7 @@ def test_a_save_is_finished_before_a_loss_that_is_no_number_ends_the_run(tmp_pat
     done = run_ranks([*python(), *program], rank_environment(1), 300.0)
     assert done.returncode == 1, done.stderr
     [path] = Store(tmp_path / "checkpoints", keep=1).step_folders()
-    verify(path)
+    verify_checkpoint(path)
     assert path.name == "step-00000001"
     assert "step 2: loss nan" in outcome(tmp_path)["reason"]
     assert "The last checkpoint is of step 1." in outcome(tmp_path)["reason"]
@@ -47,4 +47,4 @@ def test_a_save_of_all_ranks_is_there_though_one_never_comes_to_the_next_boundar
             os.kill(pid, signal.SIGKILL)
         job.wait(60)
     [path] = Store(tmp_path / "checkpoints", keep=1).step_folders()
-    verify(path)
+    verify_checkpoint(path)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.store import Store, verify_checkpoint
 from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.crash_points import fill
@@ -121,7 +121,7 @@ def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trou
         code, took_s = job.wait(30)
         left = Store(run_dir / "checkpoints", keep=1).step_folders()
         for path in left:
-            verify(path)
+            verify_checkpoint(path)
     assert code == 1, job.stderr
     assert took_s < 30
     assert said in job.stderr

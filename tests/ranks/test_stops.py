@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.store import Store, verify_checkpoint
 from tests.ranks.test_train_ends import Job
 from tests.support.training import outcome
 
@@ -40,7 +40,7 @@ def leave(run_dir, phase, number, background=True):
     assert code == 75, job.stderr
     assert outcome(run_dir)["reason"] == number.name
     for path in Store(run_dir / "checkpoints", keep=1).step_folders():
-        verify(path)
+        verify_checkpoint(path)
     assert not list(run_dir.glob("checkpoints/*.tmp"))
     return took_s
 

@@ -31,7 +31,7 @@ from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import choose_reshard, with_layout
 from hpc_tune.plan.step_time import Network, StepWork, step_time
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import measure
+from hpc_tune.step.size import measure_model_size
 from hpc_tune.world.bootstrap import bootstrap, regroup, shutdown
 
 WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
@@ -87,7 +87,7 @@ def main():
         return build(Path(config.model.path), dtype, config.tune, config.train.seed)
 
     module, model = built().module, built().config
-    size, num_experts = measure(module), max_expert_parallel_size(module)
+    size, num_experts = measure_model_size(module), max_expert_parallel_size(module)
     del module
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
     network = Network.from_links(measured.links, measured.nodes)
@@ -98,7 +98,7 @@ def main():
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
     ranked = predict_candidates(layouts, *settings)
     whole = [c.layout for c in ranked if c.layout.size == all_ranks]
-    inside = regroup(comm, measured.link_positions(order), config.run.timeout)
+    inside = regroup(comm, measured.positions_in_link_order(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))

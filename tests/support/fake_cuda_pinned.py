@@ -77,7 +77,7 @@ def offloaded(built):
     with _fake_world(0, RANKS), fake_cuda() as watch:
         engine = engine_of(built, offload_params="cpu")
         told = {"loaded": watch.pinned.num_bytes}
-        weights = [t.parameter for t in engine._trained if isinstance(t.parameter, DTensor)]
+        weights = [t.parameter for t in engine._trained_weights if isinstance(t.parameter, DTensor)]
         sizes = [weight.to_local().nbytes for weight in weights]
         told |= {"tensors": sum(sizes), "each": sum(1 << (n - 1).bit_length() for n in sizes)}
         for _ in range(2):

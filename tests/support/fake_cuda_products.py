@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # not while torch.cuda is replaced
 
 from hpc_tune.probe.gpu_state import GpuState
-from hpc_tune.probe.matmuls import MatmulWork, time_matmuls
+from hpc_tune.probe.matmuls import MatmulBenchmark, time_matmuls
 from tests.support.fake_cuda import fake_cuda
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 
         torch.cuda.Event.elapsed_time = elapsed_ms
         torch.cuda.Event.__init__ = lambda event, enable_timing: setattr(event, "at", -1)
-        work = MatmulWork(torch.device("cuda", 0))
+        work = MatmulBenchmark(torch.device("cuda", 0))
         made = [*watch.waits]
         watch.begin()
         work.warm_up()

@@ -39,7 +39,7 @@ from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.plan.trace import _fake_world, make_fake_mesh
-from hpc_tune.step.layout import Layout, num_groups
+from hpc_tune.step.layout import Layout, num_process_groups
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.reference import sum_kl_terms
 from tests.support.data import write_jsonl
@@ -147,7 +147,7 @@ def main() -> None:
             settings = EngineSettings(plan, DEVICE, optim)
             store = stores[tune.objective]
             engine = NativeEngine(built, settings, make_fake_mesh(settings))
-            groups = num_groups(world, plan.uses_fsdp)
+            groups = num_process_groups(world, plan.uses_fsdp)
             noted = {"first": first, "groups": groups, **run(engine, store, world, rank, watch)}
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
 
@@ -193,7 +193,7 @@ def run(engine, store, world, rank, watch):
         assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.all_tensors)
         watch.begin()
         if store.form == "labels":
-            sum_kl_terms(engine, [batch.mismatched for batch in batches])
+            sum_kl_terms(engine, [batch.mismatched_batch for batch in batches])
         with timed(engine, watch) as (noted["timed"], noted["untimed"]):
             train_step(engine, batches, 100, 1e-3)
         note(what)

@@ -165,7 +165,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         values[:] = [value] * size
         values[rank] = value
 
-    def gather_by_value(self, values):
+    def gather_elementwise(self, values):
         counts.add("numbers")
         return [[float(value)] * size for value in values]
 
@@ -182,7 +182,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         (dist, "all_reduce", all_reduce),
         (dist, "broadcast_object_list", broadcast_object_list),
         (dist, "all_gather_object", all_gather_object),
-        (Comm, "gather_by_value", gather_by_value),
+        (Comm, "gather_elementwise", gather_elementwise),
         # Each rank has the whole weights, so only the first one writes.
         (SaveReports, "collect", lambda self, own, between: [own] + [SaveReport()] * (size - 1)),
         counted(dist, "barrier", "barrier"),

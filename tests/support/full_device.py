@@ -131,5 +131,5 @@ def faults_of(job: dict[str, Any]) -> Faults:
 
 
 if __name__ == "__main__":
-    gradients.GRADIENT_PIECE_BYTES = 1 << 16  # a tiny model then has several
+    gradients.GRADIENT_BUCKET_BYTES = 1 << 16  # a tiny model then has several
     many_runs.main(lambda job: many_runs.train(job, faults_of(job)))

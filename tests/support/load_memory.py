@@ -60,7 +60,7 @@ def main() -> None:
     from hpc_tune.model.build import build
     from hpc_tune.plan.resolve import choose_layout
     from hpc_tune.step.plan import StepPlan
-    from hpc_tune.step.size import measure
+    from hpc_tune.step.size import measure_model_size
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:
@@ -71,7 +71,7 @@ def main() -> None:
         engine_type = ZeroEngine
     files = list(directory.glob("*.safetensors"))
     built = build(directory, torch.bfloat16, config.tune, seed=0)
-    size = measure(built.module)
+    size = measure_model_size(built.module)
     layout, _ = choose_layout(config.parallel, comm.world.size, size, 1 << 60)
     parallel = config.parallel
     if parallel.reshard == "auto":

@@ -34,7 +34,7 @@ def slow_disk(last_step: int | None) -> Faults:
         if index in copies:
             is_learned.wait(LONGEST_S)
 
-    return Faults(at=at, write=write, sample_s=PERIOD_S)
+    return Faults(at=at, write=write, sample_period_s=PERIOD_S)
 
 
 if __name__ == "__main__":

@@ -42,12 +42,14 @@ def main() -> None:
     from hpc_tune.plan.resolve import choose_layout
     from hpc_tune.rundir.json_lines import EventsWriter
     from hpc_tune.step.plan import StepPlan
-    from hpc_tune.step.size import measure
+    from hpc_tune.step.size import measure_model_size
     from hpc_tune.train.exit import ResumePoint
     from hpc_tune.train.saver import Saver, WriteOptions
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
-    layout, _ = choose_layout(config.parallel, comm.world.size, measure(built.module), 1 << 60)
+    layout, _ = choose_layout(
+        config.parallel, comm.world.size, measure_model_size(built.module), 1 << 60
+    )
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     store = Store(folder, keep=1)
@@ -75,7 +77,7 @@ def main() -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
         while saver.is_saving:
             step(saver)
-            saver.advance(comm.sum([saver.status()])[0])
+            saver.complete_if_done(comm.sum([saver.status()])[0])
 
     with Peak() as peak:
         begin()

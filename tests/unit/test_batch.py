@@ -43,9 +43,9 @@ def assert_same(one, other):
     for a, b in zip(one.all_tensors, other.all_tensors, strict=True):
         assert torch.equal(a.to(b.dtype), b)
     assert (one.pairs is None, one.num_loss_terms) == (other.pairs is None, other.num_loss_terms)
-    assert (one.mismatched is None) == (other.mismatched is None)
-    if one.mismatched is not None:
-        assert_same(one.mismatched, other.mismatched)
+    assert (one.mismatched_batch is None) == (other.mismatched_batch is None)
+    if one.mismatched_batch is not None:
+        assert_same(one.mismatched_batch, other.mismatched_batch)
 
 
 @pytest.mark.parametrize("form", ROWS)
@@ -64,8 +64,8 @@ def test_own_and_mismatched_answers_keep_their_own_numbers_of_tokens(tmp_path, p
         moved = batch.pinned()
         assert moved.pairs.num_loss_tokens_P2[:, 0].all()
         assert not moved.pairs.num_loss_tokens_P2[:, 1].any()
-        assert moved.mismatched.pairs.num_loss_tokens_P2[:, 1].all()
-        assert not moved.mismatched.pairs.num_loss_tokens_P2[:, 0].any()
+        assert moved.mismatched_batch.pairs.num_loss_tokens_P2[:, 1].all()
+        assert not moved.mismatched_batch.pairs.num_loss_tokens_P2[:, 0].any()
 
 
 @pytest.mark.parametrize("form", ROWS)

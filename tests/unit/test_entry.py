@@ -12,7 +12,11 @@ import pytest
 
 from hpc_tune import __main__ as entry
 from hpc_tune import packages
-from hpc_tune.packages import explain_import_failure, find_shadowing_packages, hidden_torch_warning
+from hpc_tune.packages import (
+    explain_import_failure,
+    hidden_torch_warning,
+    shadowing_package_warnings,
+)
 
 ROOT = Path(__file__).parents[2]
 SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
@@ -153,10 +157,10 @@ def test_one_that_fails_in_its_own_way_is_named_too(site):
 def test_one_that_can_be_imported_is_warned_of(site):
     folder = site("transformers", "", "4.30.1")
     site("numpy", "", "2.1.0")
-    (warning,) = find_shadowing_packages({"PYTHONPATH": f"/nowhere:{folder}"})
+    (warning,) = shadowing_package_warnings({"PYTHONPATH": f"/nowhere:{folder}"})
     assert warning.startswith(f"PYTHONPATH has transformers 4.30.1 in {folder}, in front of")
     assert "expected transformers" in warning
-    assert find_shadowing_packages({}) == []
+    assert shadowing_package_warnings({}) == []
 
 
 def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune.rundir import owner
 from hpc_tune.rundir.owner import make_owner
-from hpc_tune.supervise import StartRecord, decide_next, find_ending
+from hpc_tune.supervise import StartRecord, classify_ending, decide_next_step
 
 GOOD = StartRecord(0, 10, "stopped", "SIGUSR1", 75, True, "7")
 
@@ -73,14 +73,14 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_what_follows_an_end(row):
     starts, left_s, can_requeue, expected = ROWS[row]
-    assert decide_next(starts, left_s, can_requeue)[0] == expected
+    assert decide_next_step(starts, left_s, can_requeue)[0] == expected
 
 
 def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
-    assert decide_next([CRASH, CRASH], 3600.0, True, spares=1)[0] == "again"
-    assert decide_next([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
-    assert decide_next([LOST], 3600.0, True, node_shortage="1 of 2") == ("requeue", "1 of 2")
-    assert decide_next([LOST], 3600.0, False, node_shortage="1 of 2") == ("give up", "1 of 2")
+    assert decide_next_step([CRASH, CRASH], 3600.0, True, num_spares=1)[0] == "again"
+    assert decide_next_step([CRASH] * 3, 3600.0, True, num_spares=1)[0] == "give up"
+    assert decide_next_step([LOST], 3600.0, True, node_shortage="1 of 2") == ("requeue", "1 of 2")
+    assert decide_next_step([LOST], 3600.0, False, node_shortage="1 of 2") == ("give up", "1 of 2")
 
 
 REPORT = {"status": "failed", "reason": "a disk is full", "exit_code": 2, "error": "DiskError"}
@@ -104,7 +104,7 @@ SILENT = "srun exited with code {}, and there is no outcome.json"
 def test_how_the_ranks_ended_is_what_they_told_or_else_their_launchers_code(
     told, code, accuses, ending
 ):
-    assert find_ending(told, "srun", code, accuses) == ending
+    assert classify_ending(told, "srun", code, accuses) == ending
 
 
 # Stands for srun or mpirun: does what the next line of its script says, whatever it is to start.
@@ -268,7 +268,7 @@ def test_how_a_start_ended_that_took_its_supervisor_with_it_is_told_and_kept(tmp
 def test_a_start_that_is_killed_as_a_whole_is_told_of_by_what_it_did_last(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    owner.note_start(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
+    owner.write_start_file(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
     job = Job(tmp_path, says("done", "all steps done", 0, 9))
     assert job.end() == 0
     assert (

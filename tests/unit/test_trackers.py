@@ -18,8 +18,8 @@ from hpc_tune import trackers
 from hpc_tune.config.load import load_config, setting_names
 from hpc_tune.errors import ConfigError
 from hpc_tune.trackers import (
-    EventFile,
-    RunFacts,
+    RunMetadata,
+    TensorBoardEventFile,
     Trackers,
     list_trackers,
     open_trackers,
@@ -53,7 +53,7 @@ def opened(run_dir, names, start_step=0, words=SETTINGS):
     words = [*words, f"run.dir={run_dir}", f"run.trackers=[{names}]", "run.tensorboard=false"]
     config = load_config(None, words)
     run, settings = config.run, config.model_dump(mode="json")
-    facts = RunFacts(run_dir, run.name, run.tags, run.notes, "c0ffee", settings, start_step)
+    facts = RunMetadata(run_dir, run.name, run.tags, run.notes, "c0ffee", settings, start_step)
     return open_trackers(run, facts)
 
 
@@ -325,7 +325,7 @@ def scalars(folder):
 
 
 def test_values_are_read_by_tensorboard(tmp_path):
-    file = EventFile(tmp_path, 0)
+    file = TensorBoardEventFile(tmp_path, 0)
     for step in (1, 2):
         file.write(step, {"loss": 1 / step, "sent_bytes/broadcast": 2.0**40})
     file.close()
@@ -338,7 +338,7 @@ def test_values_are_read_by_tensorboard(tmp_path):
 
 def test_the_steps_that_a_resume_does_again_are_shown_once(tmp_path):
     for start_step, value in [(0, 1.0), (2, 5.0)]:
-        file = EventFile(tmp_path, start_step)
+        file = TensorBoardEventFile(tmp_path, start_step)
         for step in range(start_step + 1, 5):
             file.write(step, {"loss": value})
         file.close()
@@ -346,7 +346,7 @@ def test_the_steps_that_a_resume_does_again_are_shown_once(tmp_path):
 
 
 def test_what_a_full_disk_does_not_take_is_missing_and_the_rest_is_read(tmp_path):
-    file = EventFile(tmp_path, 0)
+    file = TensorBoardEventFile(tmp_path, 0)
     file.write(1, {"loss": 1.0})
     [path] = tmp_path.iterdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -362,4 +362,4 @@ def test_what_a_full_disk_does_not_take_is_missing_and_the_rest_is_read(tmp_path
 def test_a_folder_that_cannot_be_made_is_said_with_its_path(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file/tensorboard"):
-        EventFile(tmp_path / "file" / "tensorboard", 0)
+        TensorBoardEventFile(tmp_path / "file" / "tensorboard", 0)

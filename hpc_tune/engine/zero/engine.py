@@ -42,12 +42,12 @@ from hpc_tune.engine.base import (
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.context_parallel import (
     make_context_group,
-    make_row_share,
+    make_row_sharing,
+    parallelize_attention,
     shard_batches,
-    share_attention,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.row_pieces import MlpPieces
+from hpc_tune.engine.row_pieces import PiecewiseMlps
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.settings import load_async_io
@@ -92,7 +92,7 @@ class CountedBackend:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self._collectives.counted(
-                _COLLECTIVE_KINDS[name], _ring_bytes(_COLLECTIVE_KINDS[name], (args, kwargs))
+                _COLLECTIVE_KINDS[name], _ring_sent_bytes(_COLLECTIVE_KINDS[name], (args, kwargs))
             ):
                 work = call(*args, **kwargs)
             return work if work is None else _CountedWork(work, self._collectives)
@@ -114,7 +114,7 @@ class _CountedWork:
         return getattr(self._work, name)
 
 
-def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
+def _ring_sent_bytes(kind: CollectiveKind, arguments: Any) -> int:
     """Return the bytes that this rank sends by the ring algorithms.
 
     The tensors among the arguments are a whole tensor, or a list of its parts; and this rank's part
@@ -147,7 +147,7 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._share = make_row_share(
+        self._shared_rows = make_row_sharing(
             make_context_group(settings.layout, device), self._collectives, settings, built.dtype
         )
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
@@ -164,21 +164,23 @@ class ZeroEngine:
             blocks, parallel.recompute, inputs.saving_context
         )
         self.memory_actions |= (
-            MlpPieces(blocks, settings).memory_actions() | inputs.memory_actions()
+            PiecewiseMlps(blocks, settings).memory_actions() | inputs.memory_actions()
         )
-        self._watch = RouterWatch(built.routers, built.router_score, built.tune)
-        share_attention(built.module, self._share)
+        self._router_watch = RouterWatch(built.routers, built.router_score, built.tune)
+        parallelize_attention(built.module, self._shared_rows)
         self._engine = self._connect_and_load(built)
-        self._watch.hook_routers([built.module], device)
-        self._zero = self._engine.optimizer
+        self._router_watch.hook_routers([built.module], device)
+        self._zero_optimizer = self._engine.optimizer
         if parallel.offload_params == "nvme":
-            zero_state.prevent_prefetching(self._zero)
+            zero_state.prevent_prefetching(self._zero_optimizer)
         if self._stage == 3 and parallel.recompute == "selective":
-            zero_state.hide_gathers_from_recompute(self._zero)
+            zero_state.hide_gathers_from_recompute(self._zero_optimizer)
         named_params = built.module.named_parameters()
-        self._trained = {built.saved_names[n]: p for n, p in named_params if p.requires_grad}
-        self._partitions = zero_state.find_partitions(self._zero, self._stage, self._trained)
-        self._reader = zero_state.PartitionReader(self._zero, self._stage)
+        self._trained_params = {built.saved_names[n]: p for n, p in named_params if p.requires_grad}
+        self._partitions = zero_state.find_partitions(
+            self._zero_optimizer, self._stage, self._trained_params
+        )
+        self._reader = zero_state.PartitionReader(self._zero_optimizer, self._stage)
         folder = zero_settings.swap_folder(parallel)
         self.saves_in_background, self.can_repeat_steps = folder is None, False
         if folder is not None:
@@ -189,28 +191,28 @@ class ZeroEngine:
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
-        self._watch.begin(self._size / global_tokens)  # DeepSpeed divides by the size
+        self._router_watch.begin(self._size / global_tokens)  # DeepSpeed divides by the size
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
-        for i, batch in enumerate(shard_batches(batches, self._share)):
+        for i, batch in enumerate(shard_batches(batches, self._shared_rows)):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             seed_micro_batch(self._seed, batch.first_row)
             sums += self._backward(batch, self._size / global_terms)
-        sums = torch.cat([sums, self._watch.sums])
+        sums = torch.cat([sums, self._router_watch.sums])
         self._collectives.all_reduce(sums, None)
         self._step_sums, self._step_terms = sums, global_terms
         return None  # DeepSpeed sends within a pass
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
-        set_lr(self._zero.optimizer, lr)
+        set_lr(self._zero_optimizer.optimizer, lr)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         sums = self._step_sums.tolist()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.pop_totals()
         num_sums = self._settings.plan.num_sums
-        sums, routers = sums[:num_sums], self._watch.interpret_sums(sums[num_sums:])
+        sums, routers = sums[:num_sums], self._router_watch.interpret_sums(sums[num_sums:])
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)
 
     @torch.no_grad()
@@ -230,12 +232,12 @@ class ZeroEngine:
             with nullcontext() if is_within_step else self._collectives.counting_paused():
                 for batch in batches:
                     if batch.num_loss_tokens or not skips_empty:
-                        [local_batch] = shard_batches([batch], self._share)
+                        [local_batch] = shard_batches([batch], self._shared_rows)
                         with autocast(self._device, self._autocast):
                             sums = self._module(local_batch.to(self._device))
-                        if self._share is not None:
-                            sums = self._share.sum_over_ranks(sums)
-                        if self._share is None or self._share.part.rank == 0:
+                        if self._shared_rows is not None:
+                            sums = self._shared_rows.sum_over_ranks(sums)
+                        if self._shared_rows is None or self._shared_rows.part.rank == 0:
                             yield batch, sums
         finally:
             self._module.train()
@@ -249,7 +251,7 @@ class ZeroEngine:
                 for part in ("", *MOMENT_NAMES):
                     read_values = functools.partial(self._reader.read_values, buffer, part)
                     regions += zero_state.span_regions(
-                        _stored_name(part, span.name), span, read_values
+                        _checkpoint_tensor_name(part, span.name), span, read_values
                     )
         return regions
 
@@ -261,29 +263,33 @@ class ZeroEngine:
                 rank needs.
         """
         index.require(
-            _stored_name(part, name) for name in self._trained for part in ("", *MOMENT_NAMES)
+            _checkpoint_tensor_name(part, name)
+            for name in self._trained_params
+            for part in ("", *MOMENT_NAMES)
         )
         reserve = self._settings.reserve
         if self._stage == 3:
-            zero_state.release_gathered_parameters(self._zero)
+            zero_state.release_gathered_parameters(self._zero_optimizer)
         for buffer in self._partitions:
-            with zero_state.edit_optimizer_state(self._zero, self._stage, buffer, reserve) as state:
+            with zero_state.edit_optimizer_state(
+                self._zero_optimizer, self._stage, buffer, reserve
+            ) as state:
                 for span in buffer.spans:
                     zero_state.fill_span(index, span.name, span, buffer.flat.detach(), reserve)
                     for part in MOMENT_NAMES:
-                        stored_name = _stored_name(part, span.name)
+                        stored_name = _checkpoint_tensor_name(part, span.name)
                         zero_state.fill_span(index, stored_name, span, state[part], reserve)
                 state["step"].fill_(float(step))
         if self._stage < 3:  # each rank has whole weights and updates its part of them
-            for name, parameter in self._trained.items():
+            for name, parameter in self._trained_params.items():
                 index.fill(parameter.detach(), name, reserve=reserve)
 
     def run_and_discard(self, batch: Batch) -> None:
         """Run a micro-batch and discard its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
         with self._collectives.counting_paused():
-            self._backward(shard_batches([batch], self._share)[0], 1.0)
-        zero_state.drop_gradients(self._zero, self._stage)
+            self._backward(shard_batches([batch], self._shared_rows)[0], 1.0)
+        zero_state.drop_gradients(self._zero_optimizer, self._stage)
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
         by_reference = (
@@ -303,7 +309,7 @@ class ZeroEngine:
         def load() -> torch.optim.AdamW:
             folder = zero_settings.make_swap_folder(settings.parallel, node_bytes)
             _set_up_deepspeed(device, self._collectives, needs_aio=folder is not None)
-            return self._load(built, config)
+            return self._load_and_make_optimizer(built, config)
 
         with zero_settings.setting_local_rank(device):
             optimizer = settings.run_and_agree("loading the model", load)
@@ -312,7 +318,9 @@ class ZeroEngine:
             with _removing_new_hooks(built.module.causal_lm().get_output_embeddings()):
                 return _make_deepspeed_engine(built.module, optimizer, config)
 
-    def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
+    def _load_and_make_optimizer(
+        self, built: BuiltModel, config: dict[str, Any]
+    ) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
         optim, reserve = self._settings.optim, self._settings.reserve
         # Stage 3 replaces the parameters: groups are kept by name.
@@ -382,7 +390,7 @@ def _removing_new_hooks(module: nn.Module) -> Iterator[None]:
         hook_dict.update(snapshot)
 
 
-def _stored_name(part: str, name: str) -> str:
+def _checkpoint_tensor_name(part: str, name: str) -> str:
     return f"{part}.{name}" if part else name
 
 

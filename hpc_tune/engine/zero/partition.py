@@ -71,16 +71,16 @@ class _Partitioner:
         if self._offload == "nvme":
             # Init would make one of another dtype on a CPU, whatever is passed to it.
             self._swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(config), self._dtype)
-        self._init = Init(
+        self._zero_init = Init(
             config_dict_or_path=config, dtype=self._dtype, param_swapper=self._swapper
         )
-        self._pinned: dict[str, torch.Tensor] = {}
+        self._pinned_buffers: dict[str, torch.Tensor] = {}
 
     def allocate_pinned(
         self, named_params: Sequence[tuple[str, nn.Parameter]], reserve: ReserveFunction
     ) -> None:
         """Allocate the parts that are kept in host memory, if that is to be pinned."""
-        if not self._init.pin_memory:
+        if not self._zero_init.pin_memory:
             return
         parts = {}
         for name, meta in named_params:
@@ -88,7 +88,7 @@ class _Partitioner:
             if not self._is_swapped(meta, num_local_values):
                 parts[name] = torch.empty(num_local_values, dtype=meta.dtype, device="meta")
         reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
-        self._pinned = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
+        self._pinned_buffers = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
     def make_partitioned_parameter(
         self, name: str, meta: nn.Parameter, reserve: ReserveFunction
@@ -97,18 +97,18 @@ class _Partitioner:
         # One value in memory, expanded: only the shape matters.
         placeholder = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
         parameter: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
-        self._init._convert_to_deepspeed_param(parameter)
+        self._zero_init._convert_to_deepspeed_param(parameter)
         num_local_values = self._num_local_values(meta)
         is_swapped = self._is_swapped(meta, num_local_values)
-        flat: Any = self._pinned.pop(name, None)
+        flat: Any = self._pinned_buffers.pop(name, None)
         if flat is None:
             flat = self._allocate_buffer(parameter, meta.dtype, num_local_values, is_swapped)
         flat.ds_numel = num_local_values
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
         parameter.ds_tensor = flat
-        parameter.ds_numel_aligned = num_local_values * self._init.dp_world_size
-        start = num_local_values * self._init.rank
+        parameter.ds_numel_aligned = num_local_values * self._zero_init.dp_world_size
+        start = num_local_values * self._zero_init.rank
         state.fill_parameter(self._built, name, flat, tuple(meta.shape), start, reserve)
         free_param(parameter)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
@@ -117,7 +117,7 @@ class _Partitioner:
         return parameter
 
     def _num_local_values(self, meta: nn.Parameter) -> int:
-        return -(-meta.numel() // int(self._init.dp_world_size))
+        return -(-meta.numel() // int(self._zero_init.dp_world_size))
 
     def _is_swapped(self, meta: nn.Parameter, num_local_values: int) -> bool:
         """Whether a part is kept on NVMe: not if it stays gathered or has another dtype."""

@@ -151,14 +151,14 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
 # canceled job, a failed node) leaves it behind: every later run would wait forever.
 
 
-LOAD_LIMIT_S = 1200.0  # for each; a slow node compiles async_io in ten minutes
+ASYNC_IO_LOAD_LIMIT_S = 1200.0  # for each; a slow node compiles async_io in ten minutes
 COMPILER_DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
 
 
 def load_async_io(process_name: str) -> None:
     """Load DeepSpeed's async_io and pin_memory, which it uses, compiling them if needed.
 
-    Ends the world if one takes longer than ``LOAD_LIMIT_S``. ``process_name`` is named in messages.
+    Ends the world if one takes longer than ``ASYNC_IO_LOAD_LIMIT_S``. ``process_name`` is named in messages.
 
     Raises:
         ConfigError: if one cannot be compiled.
@@ -172,7 +172,7 @@ def load_async_io(process_name: str) -> None:
         log.info("loading %s; its first use compiles it, which takes minutes: %s", library, folder)
         hint = f"if no other job is compiling it, remove {folder}"
         try:
-            with time_limit(library, LOAD_LIMIT_S, hint, process_name):
+            with time_limit(library, ASYNC_IO_LOAD_LIMIT_S, hint, process_name):
                 wait_for_compiler(folder / "lock")
                 builder.load(verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
@@ -192,14 +192,14 @@ def wait_for_compiler(
     Several ranks may remove the lock: before DeepSpeed makes a new one, it tries its compiler.
     """
     while lock.exists():
-        if _idle_s(lock.parent) > dead_after_s:
+        if _seconds_since_last_write(lock.parent) > dead_after_s:
             log.warning("a killed compiler left %s behind; removing it", lock)
             lock.unlink(missing_ok=True)
             return
         time.sleep(every_s)
 
 
-def _idle_s(folder: Path) -> float:
+def _seconds_since_last_write(folder: Path) -> float:
     """Return the seconds since a file in ``folder`` was last written."""
     last_write_s = 0.0
     for path in folder.iterdir():

@@ -188,25 +188,28 @@ class PartitionReader:
     """Reads partitions; of those on NVMe, only one at a time is in memory."""
 
     def __init__(self, zero: Any, stage: int) -> None:
-        self._zero, self._stage = zero, stage
-        self._held: int | None = None
+        self._zero_optimizer, self._stage = zero, stage
+        self._held_index: int | None = None
 
     def read_values(self, partition: Partition, state_name: str) -> torch.Tensor:
         """Return the weights (``state_name`` is empty) or a part of the optimizer state."""
-        if _is_swapped(self._zero, self._stage, partition) and self._held != partition.number:
+        if (
+            _is_swapped(self._zero_optimizer, self._stage, partition)
+            and self._held_index != partition.number
+        ):
             self.release()
-            self._zero._optimizer_states_and_gradient_swap_in(partition.number)
-            self._held = partition.number
+            self._zero_optimizer._optimizer_states_and_gradient_swap_in(partition.number)
+            self._held_index = partition.number
         if not state_name:
             return partition.flat
-        state = self._zero.optimizer.state.get(partition.flat)
+        state = self._zero_optimizer.optimizer.state.get(partition.flat)
         return state[state_name] if state else torch.zeros_like(partition.flat)
 
     def release(self) -> None:
         """Free the memory of the partition that was read from NVMe."""
-        if self._held is not None:
-            self._zero._release_swap_buffers(self._held)
-            self._held = None
+        if self._held_index is not None:
+            self._zero_optimizer._release_swap_buffers(self._held_index)
+            self._held_index = None
 
 
 @contextmanager

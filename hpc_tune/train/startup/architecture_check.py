@@ -28,7 +28,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
-from hpc_tune.engine.context_parallel import share_attention
+from hpc_tune.engine.context_parallel import parallelize_attention
 from hpc_tune.engine.pipeline_parallel import split_into_stages
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
@@ -56,7 +56,7 @@ from hpc_tune.model.stock_reference import (
 )
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import collect_frozen_garbage, fast_imports
-from hpc_tune.step.layout import Layout, staging_problems
+from hpc_tune.step.layout import Layout, pipeline_problems
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
 
@@ -132,7 +132,7 @@ def find_differing_gradient(models: list[Any]) -> str:
 # -- Both parts of shared rows as rows of one batch, instead of one part on each of two ranks.
 
 
-class StackedShare:
+class StackedSharedRows:
     """Ranks that share one row, simulated as the rows of a batch; see ``model/shared_rows.py``."""
 
     def __init__(self, size: int, is_head_tail: bool = False) -> None:
@@ -144,7 +144,7 @@ class StackedShare:
         """Return the attention of all parts, CSHD, computed separately for each rank."""
         if self.part.is_head_tail:
             query_CHSD, *keys_CKSD = inputs_CHSD
-            keys = [self._join_parts(x) for x in keys_CKSD]
+            keys = [self._join_shards(x) for x in keys_CKSD]
             return torch.cat([attention(n, query_CHSD[n : n + 1], *keys) for n in self.ranks])
         rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
         size = self.part.size
@@ -152,7 +152,7 @@ class StackedShare:
         out_1THD = torch.cat([attention(n, *heads) for n, heads in enumerate(by_rank)], 2)
         return out_1THD.squeeze(0).unflatten(0, (size, -1))
 
-    def _join_parts(self, x_CKSD: torch.Tensor) -> torch.Tensor:
+    def _join_shards(self, x_CKSD: torch.Tensor) -> torch.Tensor:
         """Return the keys or values of the whole row in order, 1KTD."""
         parts_C1SF = x_CKSD.transpose(1, 2).flatten(2).unsqueeze(1)
         return join_head_tail(parts_C1SF).unflatten(-1, (x_CKSD.shape[1], -1)).transpose(1, 2)
@@ -162,7 +162,7 @@ class StackedShare:
         return x
 
 
-def stack_parts(parts: Sequence[Batch]) -> Batch:
+def stack_shards(parts: Sequence[Batch]) -> Batch:
     """Return the parts of one row as rows of a batch."""
     tokens_CS, labels_CS, positions_CS = (
         torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True)
@@ -280,7 +280,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
             context=_run_check(trial.check_shared_rows),
             adapters=adapters,
             untrained=untrained,
-            score=trial.router_score(built),
+            score=trial.router_score_function(built),
         )
 
 
@@ -424,7 +424,7 @@ class _Trial:
         finally:
             built.module.has_varlen_kernel = False
 
-    def router_score(self, built: BuiltModel) -> ScoreFunction:
+    def router_score_function(self, built: BuiltModel) -> ScoreFunction:
         return find_router_score_function(
             built.module, lambda: built.module(_make_batch([self.documents]))
         )
@@ -432,7 +432,7 @@ class _Trial:
     def check_stages(self) -> str:
         built = self.build()
         blocks, layers = len(list(find_blocks(built.module))), built.config.num_hidden_layers
-        if staging_problems(built.config, layers, 2, 1):
+        if pipeline_problems(built.config, layers, 2, 1):
             return ""  # refused elsewhere, with a reason
         if blocks != layers:  # LongCat's blocks have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {layers} layers"
@@ -465,7 +465,7 @@ class _Trial:
         untrained = _format_untrained_names(built)
         if not loss.isfinite():
             return f"a document's loss is {loss.item()}", untrained
-        return self._check_packed_weights(built) if tune.base_packing else "", untrained
+        return self._check_packed_weights(built) if tune.base_format else "", untrained
 
     def _check_packed_weights(self, built: BuiltModel) -> str:
         """Return the difference in loss if a model's own code mistakes packed bytes for weights."""
@@ -516,10 +516,14 @@ class _Trial:
         Both parts are rows of one batch. So this check cannot notice values that a family derives
         from all positions of a batch, as some rotary embeddings do.
         """
-        built, share, batch = _load(self.build()), StackedShare(2), _make_batch([self.documents])
+        built, row_sharing, batch = (
+            _load(self.build()),
+            StackedSharedRows(2),
+            _make_batch([self.documents]),
+        )
         module = built.module
         try:
-            share_attention(module, share)
+            parallelize_attention(module, row_sharing)
             # Keys are gathered; heads are exchanged only if two ranks divide them. Each way as on a
             # GPU whose kernel takes windows, on one whose kernel does not, and as here on a CPU.
             is_odd = (value_shared_by_layers(built.config, "num_attention_heads") or 1) % 2
@@ -527,13 +531,13 @@ class _Trial:
             for (has_varlen_kernel, has_windows), is_head_tail in itertools.product(
                 _ATTENTION_KERNEL_CASES, head_tail_cases
             ):
-                share.part = RowShard(0, 2, is_head_tail)
+                row_sharing.part = RowShard(0, 2, is_head_tail)
                 parts = [
-                    shard_batch_to_rank(batch, replace(share.part, rank=rank))
-                    for rank in share.ranks
+                    shard_batch_to_rank(batch, replace(row_sharing.part, rank=rank))
+                    for rank in row_sharing.ranks
                 ]
                 module.has_varlen_kernel, module.kernel_has_windows = has_varlen_kernel, has_windows
-                loss = module(stack_parts(parts))
+                loss = module(stack_shards(parts))
                 if _is_different(loss.item(), sum(self.losses)):
                     return (
                         f"a row in two parts has the loss {loss.item():.6g}, not "

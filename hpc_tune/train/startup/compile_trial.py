@@ -61,7 +61,7 @@ class _StepValues:
     gradients: dict[str, torch.Tensor]
 
 
-def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
+def resolve_auto_compile(job: Job, built: BuiltModel) -> TrainConfig:
     """Return the section train with compile decided on a GPU; log why if not. Collective."""
     comm, parallel, train = job.setup_comm, job.config.parallel, job.config.train
     if train.compile != "auto" or comm.device.type != "cuda":

@@ -43,11 +43,11 @@ from hpc_tune.world.affinity import SYS
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import (
     ALLOC_CONF_VARIABLES,
-    Architecture,
+    GpuArchitecture,
     cpu_has_bf16,
     find_architecture,
     read_allocator_settings,
-    unread_allocator_warning,
+    unread_alloc_conf_warning,
 )
 
 _MIN_UPDATES_PER_EPOCH = 5
@@ -240,7 +240,7 @@ def describe_learning_rate(
 
 
 def describe_arithmetic(
-    train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
+    train: TrainConfig, dtype: torch.dtype, architecture: GpuArchitecture | None
 ) -> str:
     """Describe the model's dtype, and the precision of a GPU's matmuls if it is another."""
     name = str(dtype).removeprefix("torch.")
@@ -269,7 +269,7 @@ def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
         return []
     return [
         *warn_slow_network(comm, environ),
-        *filter(None, [unread_allocator_warning(environ, read_allocator_settings())]),
+        *filter(None, [unread_alloc_conf_warning(environ, read_allocator_settings())]),
     ]
 
 
@@ -306,7 +306,7 @@ def describe_method(tune: TuneConfig, size: ModelSize) -> str:
     adapter += " by pattern" if tune.rank_pattern or tune.alpha_pattern else ""
     adapter += " rslora" if tune.rslora else ""
     adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
-    adapter += f" on a base in {tune.base_packing}" if tune.base_packing else ""
+    adapter += f" on a base in {tune.base_format}" if tune.base_format else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     detail = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
     text = f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {detail}"

@@ -72,7 +72,7 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     """Log the size of micro-batches, and the bytes that a step sends."""
     seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
     tokens, num_micro = plan.num_local_tokens(rows * seq_len), -(-rows // micro_size)
-    micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
+    micro = (tokens // num_micro, round(plan.loss_token_fraction * tokens / num_micro))
     sent_bytes = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s%s",

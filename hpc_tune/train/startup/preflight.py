@@ -17,10 +17,10 @@ from hpc_tune.cluster.launchers import explain_command_failure
 from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
-from hpc_tune.memory.host import PLAN_BYTES, find_host_limit, spare_bytes
+from hpc_tune.memory.host import PLAN_PROCESS_BYTES, find_host_limit, spare_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
-from hpc_tune.plan.memory_model import PhaseMemory, upper_bound_bytes, upper_bound_fits
+from hpc_tune.plan.memory_model import PhaseMemory, fits_without_plan, max_step_bytes
 from hpc_tune.plan.report import MemoryPlan, phase_fits, plan_from_json
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir.json_lines import STARTING_CONFIG
@@ -55,11 +55,11 @@ def preflight(
     """
     config, comm, machine = model.config, job.setup_comm, resolved_layout.machine
     tokens = min_micro_rows(config.batch) * config.data.seq_len
-    max_bytes = upper_bound_bytes(
+    max_bytes = max_step_bytes(
         model.size, resolved_layout.layout, model.built.config, tokens, machine
     )
     room_bytes = machine.bytes_per_rank
-    if upper_bound_fits(max_bytes, machine):
+    if fits_without_plan(max_bytes, machine):
         note = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = (
             f"fits{note}: at most {format_bytes(max_bytes)} of {format_bytes(room_bytes)} per rank"
@@ -144,10 +144,10 @@ def _run_plan_command(
     """
     limit = find_host_limit()
     available_bytes = spare_bytes(limit)
-    if available_bytes < PLAN_BYTES:
+    if available_bytes < PLAN_PROCESS_BYTES:
         log.warning(
             "memory  not planned: planning takes %s, but only %s of %s are left",
-            *map(format_bytes, (PLAN_BYTES, available_bytes, limit.num_bytes)),
+            *map(format_bytes, (PLAN_PROCESS_BYTES, available_bytes, limit.num_bytes)),
         )
         return None
     log.info("memory  planning what each phase takes")
@@ -177,10 +177,10 @@ def _run_plan_command(
 
 # The path of the local disk may differ between nodes.
 _NODE_LOCAL_SETTINGS = {"parallel.offload_path"}
-_MAX_NAMED = 5
+_LIST_LIMIT = 5
 
 
-def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
+def require_same_rank_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every rank's settings, a dumped configuration, with rank 0's. Collective.
 
     Settings differ if a rank has another environment or working directory, or another copy of the
@@ -206,11 +206,11 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
         for (name, value), ranks in ranks_of.items()
     ]
     error = ConfigError(
-        f"the ranks have different settings: {'; '.join(lines[:_MAX_NAMED])}. Give all nodes the "
+        f"the ranks have different settings: {'; '.join(lines[:_LIST_LIMIT])}. Give all nodes the "
         "same file, arguments and environment"
     )
     comm.agree_on_error(error if comm.is_rank_0 else None, "comparing the settings")
 
 
 def _format_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, _MAX_NAMED)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, _LIST_LIMIT)}"

@@ -38,14 +38,14 @@ from hpc_tune.model.experts import max_expert_parallel_size
 from hpc_tune.plan.hardware import CLUSTERS, Machine
 from hpc_tune.plan.memory_model import PhaseMemory
 from hpc_tune.plan.resolve import max_micro_rows
-from hpc_tune.plan.step_time import Compute, Network, StepWork
+from hpc_tune.plan.step_time import ComputeTimes, Network, StepWork
 from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, WeightGroup, measure
+from hpc_tune.step.size import ModelSize, WeightGroup, measure_model_size
 from tests.support.mixtures import write_mixture
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
-COMPUTE = Compute(block_s=1e-5, head_s=1e-5, update_s=0.0)
+COMPUTE = ComputeTimes(block_s=1e-5, head_s=1e-5, update_s=0.0)
 GIB = 1 << 30
 
 
@@ -181,7 +181,7 @@ def test_a_number_of_ranks_that_experts_cannot_be_spread_over_is_refused():
 def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
     directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
     built = build(directory, torch.float32, config().tune, 0, weights=False)
-    work = StepWork(measure(built.module), built.config, 4, 0, 4)
+    work = StepWork(measure_model_size(built.module), built.config, 4, 0, 4)
     assert max_expert_parallel_size(built.module) == 8
 
     def fastest(seq_len):
@@ -211,14 +211,14 @@ def test_a_base_that_fits_is_replicated_and_one_that_does_not_is_cut_by_the_link
     slow = best(GIB, network(4, rate=1e9), ADAPTERS)
     assert slow[0].pipeline == 4
     assert all(layout.shard * layout.pipeline * layout.tensor > 2 for layout in slow)
-    hides = Compute(1e-5, 1e-5, 0.0, sync_s=1e-5, overlaps=True)
+    hides = ComputeTimes(1e-5, 1e-5, 0.0, sync_s=1e-5, overlaps=True)
     # Eight micro-batches fill a pipeline badly.
     assert best(GIB, network(4, rate=1e12), ADAPTERS, None, hides, rows=8)[0].shard > 1
 
 
 def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbors_is_taken():
     net = network(3, slow={(0, 1): 1e8})
-    shared = Compute(1e-3, 1e-3, 0.0, sharing=3.0)  # what a rank waits for, another computes
+    shared = ComputeTimes(1e-3, 1e-3, 0.0, sharing=3.0)  # what a rank waits for, another computes
     settings = config(parallel={"pipeline": 3}, batch={"global_size": 64, "micro_size": 1})
     work = StepWork(ADAPTERS, MODEL, 64, 128, 2)
     [found] = ranked(settings, work, 8 * GIB, shared, net)
@@ -357,7 +357,7 @@ def test_rows_are_shared_where_no_rank_can_hold_whole_ones(
         return SimpleNamespace(steady_phase=phase, tokens_that_fit=4096, fits=fits, advice=["more"])
 
     monkeypatch.setattr(search, "make_plan", plan)
-    monkeypatch.setattr(search, "upper_bound_fits", lambda most, machine: False)
+    monkeypatch.setattr(search, "fits_without_plan", lambda most, machine: False)
     limits = ["batch.global_size=8", "batch.micro_size=1", "data.seq_len=4096"]
     limits += ["parallel.tensor=1", "parallel.pipeline=1"]
     settings = load_config(None, ["parallel=auto", *limits, *words])
@@ -418,7 +418,7 @@ def test_measured_links_survive_the_way_to_the_plan(tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(told.to_json())
     assert Measurements.read(file) == told
-    assert told.link_positions([0, 1]) == [1, 0]
+    assert told.positions_in_link_order([0, 1]) == [1, 0]
     without = {**json.loads(told.to_json()), "compute": None}
     file.write_text(json.dumps(without))
     assert Measurements.read(file).compute is None

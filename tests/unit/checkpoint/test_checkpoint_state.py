@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_tune.checkpoint.state import RunState, check_resume
-from hpc_tune.config.load import setting_facts
+from hpc_tune.config.load import setting_metadata
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 
@@ -87,7 +87,7 @@ def with_field(name, value):
 
 def test_every_setting_says_what_a_resume_may_change():
     """Settings that are neither refused nor warned of may change without a word."""
-    kinds = {name: facts.resume for name, facts in setting_facts().items()}
+    kinds = {name: metadata.resume for name, metadata in setting_metadata().items()}
     assert {name for name, kind in kinds.items() if kind == "same"} == REFUSED.keys()
     assert {name for name, kind in kinds.items() if kind == "warn"} == WARNED.keys()
 

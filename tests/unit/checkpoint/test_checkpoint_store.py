@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.checkpoint import store as store_module
-from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify_checkpoint
 from hpc_tune.errors import CheckpointError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
@@ -52,7 +52,7 @@ def test_what_is_committed_is_found_verifies_and_gives_its_state_back(store):
     path = save(store, 100)
     assert path == store.folder / "step-00000100"
     assert store.latest_checkpoint() == path
-    verify(path)
+    verify_checkpoint(path)
     assert read_state(path) == {"step": 100}
     assert (path / "rank-00001.safetensors").read_bytes() == b"100-1" * 9
 
@@ -66,7 +66,7 @@ def test_of_all_shares_exactly_one_finds_a_damaged_file(store, parts):
         found = []
         for part in range(parts):
             try:
-                verify(path, part, parts)
+                verify_checkpoint(path, part, parts)
             except CheckpointError as error:
                 found.append(str(error))
         assert len(found) == 1
@@ -132,7 +132,7 @@ def test_a_loss_that_is_measured_late_makes_a_checkpoint_the_best(tmp_path, warn
     path = save(store, 10)
     store.change_state(10, {"eval_loss": 1.5})
     store.change_state(11, {"eval_loss": 0.5})  # there is none
-    verify(path)
+    verify_checkpoint(path)
     assert read_state(path) == {"step": 10, "eval_loss": 1.5}
     save(store, 20)
     save(store, 30)
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(store, warni
         assert len(warnings()) == 1
         assert str(newest) in warnings()[0]
         with pytest.raises(CheckpointError, match="step-00000020"):
-            verify(newest)
+            verify_checkpoint(newest)
     else:
         assert warnings() == []
 
@@ -218,7 +218,7 @@ def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warn
     assert store.list_superseded_checkpoints() == aside
     assert names(store) == ["step-00000010", "step-00000011", *(path.name for path in aside)]
     for path, content in zip(aside, held[1:], strict=True):
-        verify(path)
+        verify_checkpoint(path)
         assert (path / "rank-00001.safetensors").read_bytes() == content
     assert [str(path) in said for path, said in zip(aside, warnings(), strict=True)] == [True] * 2
     save(store, 20)
@@ -431,7 +431,7 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         assert latest_checkpoint is not None
         assert latest_checkpoint.name in ("step-00000020", "step-00000030")
         assert read_state(latest_checkpoint) == {"step": int(latest_checkpoint.name[5:])}
-        verify(store.folder / "step-00000020")
+        verify_checkpoint(store.folder / "step-00000020")
         seen.add((outcome, latest_checkpoint.name))
         if kind == "refused" and outcome == "went on":
             # An error that is not reported must not have cost the new checkpoint.

@@ -232,7 +232,7 @@ def test_copies_need_no_more_memory_than_the_last_save_has_left():
 def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):
     """A save on a file system that hung may end after the one that followed it."""
     given_back = []
-    monkeypatch.setattr(writer_module, "empty_pinned_cache", lambda: given_back.append(True))
+    monkeypatch.setattr(writer_module, "release_pinned_cache", lambda: given_back.append(True))
     monkeypatch.setattr(writer_module.torch, "empty", lambda *_, **__: object())
     kept = PinnedBlockPool()
     first, second = [kept.take(), kept.take()], [kept.take(), kept.take()]

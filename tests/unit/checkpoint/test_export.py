@@ -257,9 +257,9 @@ def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
     run, tune = tmp_path / "run", METHODS["lora"]
     checkpoint = run / "checkpoints" / "step-00000007"
     trained(bases / "llama", tune, checkpoint)
-    identity = build(bases / "llama", torch.float32, tune, 0).identity
+    architecture_hash = build(bases / "llama", torch.float32, tune, 0).architecture_hash
     words = ["model.path=/gone/away", "data.chat_template=/gone/too"]
-    give_manifest(checkpoint, *words, model_identity=identity)
+    give_manifest(checkpoint, *words, model_identity=architecture_hash)
     with pytest.raises(
         ConfigError, match=r"used the chat template /gone/too, but the run's copy of it"
     ):
@@ -279,7 +279,7 @@ def test_a_base_with_other_weights_of_the_same_shapes_is_another_model(bases, tm
     checkpoint = run / "checkpoints" / "step-00000007"
     trained(bases / "llama", tune, checkpoint)
     built, instruct = build(bases / "llama", torch.float32, tune, 0), tmp_path / "instruct"
-    given = {"model_identity": built.identity, "model_sample": built.weights_fingerprint}
+    given = {"model_identity": built.architecture_hash, "model_sample": built.weights_fingerprint}
     give_manifest(checkpoint, f"model.path={bases / 'llama'}", **given)
     shutil.copytree(bases / "llama", instruct)
     for file in instruct.glob("model-*.safetensors"):
@@ -291,7 +291,7 @@ def test_a_base_with_other_weights_of_the_same_shapes_is_another_model(bases, tm
     # A copy in bf16 holds the same model, and full fine-tuning leaves nothing of a base.
     assert require_base(locate(run, bases / "llama-bf16"), "--base") == bases / "llama-bf16"
     assert build(bases / "llama", torch.float32, METHODS["full"], 0).weights_fingerprint == ""
-    give_manifest(checkpoint, f"model.path={instruct}", model_identity=built.identity)
+    give_manifest(checkpoint, f"model.path={instruct}", model_identity=built.architecture_hash)
     assert require_base(locate(run), "--base") == instruct, "earlier versions kept no sample"
 
 

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
-from hpc_tune.checkpoint.export_metadata import BaseName, find_base_name
+from hpc_tune.checkpoint.export_metadata import BaseModelName, find_base_model_name
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, DataError
@@ -129,7 +129,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M"
 )
 def test_a_base_has_the_name_that_people_know_it_by(tmp_path, folder, name, place, revision):
     path = tmp_path / folder
-    assert find_base_name(path) == BaseName(name, place or str(path), revision)
+    assert find_base_model_name(path) == BaseModelName(name, place or str(path), revision)
 
 
 def test_a_base_behind_a_link_has_the_links_name_or_the_hubs(tmp_path, monkeypatch):
@@ -137,11 +137,11 @@ def test_a_base_behind_a_link_has_the_links_name_or_the_hubs(tmp_path, monkeypat
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "mine").symlink_to(tmp_path / f"store/{REVISION}")
     (tmp_path / "cached").symlink_to(tmp_path / CACHED)
-    assert find_base_name(tmp_path / "mine") == BaseName("mine", str(tmp_path / "mine"))
-    assert find_base_name(tmp_path / "cached") == BaseName(HUB, HUB, REVISION)
+    assert find_base_model_name(tmp_path / "mine") == BaseModelName("mine", str(tmp_path / "mine"))
+    assert find_base_model_name(tmp_path / "cached") == BaseModelName(HUB, HUB, REVISION)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert find_base_name(Path()).name == "here"
+    assert find_base_model_name(Path()).name == "here"
 
 
 def test_exports_name_a_base_of_the_hubs_cache_as_the_hub_does(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.export import copy_tokenizer, replace_folder
-from hpc_tune.checkpoint.export_metadata import write_chat_template
+from hpc_tune.checkpoint.export_metadata import write_chat_templates
 from tests.support.data import CHATML, byte_tokenizer
 from tests.unit.model.test_tokenizer_file import TEXT, write
 
@@ -38,7 +38,7 @@ def exported(base, out, template=None):
     with replace_folder(out, base) as temporary:
         copy_tokenizer(base, temporary)
         (temporary / "adapter_model.safetensors").touch()
-        write_chat_template(template, base, temporary)
+        write_chat_templates(template, base, temporary)
     return AutoTokenizer.from_pretrained(out)
 
 
@@ -64,5 +64,5 @@ def test_an_exported_tokenizer_makes_the_tokens_that_were_trained_with(tmp_path,
     model = {"model_type": "qwen2", "vocab_size": 320}
     shutil.copytree(tmp_path / "out", tmp_path / "merged")
     (tmp_path / "merged" / "config.json").write_text(json.dumps(model))
-    write_chat_template(None, tmp_path / "base", tmp_path / "merged")
+    write_chat_templates(None, tmp_path / "base", tmp_path / "merged")
     assert "whatever tokenizer_class says" in caplog.text  # transformers has a list of such models

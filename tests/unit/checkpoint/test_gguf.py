@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hpc_tune.checkpoint.export import export_merged
-from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _pre_tokenizer_name, export_gguf
+from hpc_tune.checkpoint.gguf_file import _PRE_TOKENIZER_NAMES, _pre_tokenizer_name, export_gguf
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.builtin import write_tiny_model
 from tests.support.older_transformers import since
@@ -28,7 +28,7 @@ SHAPE = {
     "vocab_size": 320,
     "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
 }
-LLAMA_3, QWEN = _SPLIT_RULES
+LLAMA_3, QWEN = _PRE_TOKENIZER_NAMES
 LLAMA_3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},

@@ -12,7 +12,7 @@ from hpc_tune.cluster.launchers import (
     rank_hint,
     run_hpc_tune_command,
 )
-from hpc_tune.cluster.protocol import Claim, MeetingPoint
+from hpc_tune.cluster.protocol import Claim, RendezvousEndpoint
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
     BATCH_SHELL,
@@ -176,23 +176,25 @@ def test_a_port_that_is_none_is_named():
     ],
 )
 def test_ranks_of_srun_without_mpi_meet_on_the_first_node(changed, addresses):
-    meeting = meeting_point(SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"} | changed)
+    meeting = rendezvous_endpoint(SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"} | changed)
     assert [a for a in meeting.addresses if a != "::1"] == addresses  # not all hosts have IPv6
 
 
 def test_ranks_of_srun_that_know_no_node_say_so():
     with pytest.raises(WorldError, match="SLURM_STEP_NODELIST is empty"):
-        meeting_point(SRUN)
+        rendezvous_endpoint(SRUN)
 
 
 @pytest.mark.parametrize("name", ["JOB_ID", "STEP_ID", "RESTART_COUNT", "CLUSTER_NAME"])
 def test_another_start_of_srun_meets_elsewhere(name):
     step = SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"}
-    assert meeting_point(step).token != meeting_point(step | {f"SLURM_{name}": "8"}).token
+    assert (
+        rendezvous_endpoint(step).token != rendezvous_endpoint(step | {f"SLURM_{name}": "8"}).token
+    )
 
 
 def test_ranks_with_torchs_variables_meet_at_the_port_that_these_name():
-    assert meeting_point(PLAIN) == MeetingPoint(["n1"], "4 ranks at 29500", [29500])
+    assert rendezvous_endpoint(PLAIN) == RendezvousEndpoint(["n1"], "4 ranks at 29500", [29500])
 
 
 @pytest.mark.parametrize(
@@ -204,13 +206,13 @@ def test_ranks_with_torchs_variables_meet_at_the_port_that_these_name():
     ],
 )
 def test_open_mpi_starts_no_mpich_of_5(library, cannot):
-    assert find_launcher(OPENMPI)[0].cannot_start(library) == cannot
-    assert not find_launcher(HYDRA)[0].cannot_start(library)
+    assert find_launcher(OPENMPI)[0].cannot_run_mpi(library) == cannot
+    assert not find_launcher(HYDRA)[0].cannot_run_mpi(library)
 
 
-def meeting_point(environ):
+def rendezvous_endpoint(environ):
     launcher, claim = find_launcher(environ)
-    return launcher.meeting_point(environ, claim)
+    return launcher.rendezvous_endpoint(environ, claim)
 
 
 def test_a_loopback_master_is_refused_where_there_are_nodes():

@@ -4,7 +4,7 @@ import pytest
 
 from hpc_tune.cluster import slurm
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_job_energy, counts_energy
+from hpc_tune.cluster.schedulers import ask_job_energy, can_report_energy
 from hpc_tune.cluster.slurm import parse_energies
 
 BEGAN = 1_700_000_000
@@ -110,5 +110,5 @@ def test_a_sacct_that_does_not_tell_says_why(sacct, monkeypatch, script, why):
 
 
 def test_only_slurm_tells_energy():
-    assert [name for name in ("Slurm", "PBS", "", "None") if counts_energy(name)] == ["Slurm"]
+    assert [name for name in ("Slurm", "PBS", "", "None") if can_report_energy(name)] == ["Slurm"]
     assert ask_job_energy("PBS", [("7.head", 1.0)]) == []

@@ -12,7 +12,7 @@ from hpc_tune.config.constraints import check_config, find_compile_obstacle
 from hpc_tune.config.load import (
     describe_fields,
     load_config,
-    setting_facts,
+    setting_metadata,
     setting_names,
     write_resolved_config,
 )
@@ -263,7 +263,9 @@ def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
 
 
 def test_each_name_of_another_tool_stands_for_one_setting():
-    aliases = Counter(name for facts in setting_facts().values() for name in facts.aliases.split())
+    aliases = Counter(
+        name for metadata in setting_metadata().values() for name in metadata.aliases.split()
+    )
     assert max(aliases.values()) == 1
     taken = {key.rpartition(".")[2] for key in setting_names()}
     assert not aliases.keys() & (taken - {"dataset"}), "the same name here goes before it"

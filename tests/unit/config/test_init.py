@@ -4,7 +4,13 @@ import json
 import pytest
 
 from hpc_tune import cli
-from hpc_tune.config.init import DEFAULTS, METHODS, PlannedSizes, collect_answers, write_config
+from hpc_tune.config.init import (
+    DEFAULT_ANSWERS,
+    METHODS,
+    PlanPreview,
+    collect_answers,
+    write_config,
+)
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
@@ -14,7 +20,7 @@ from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
     ("method", "machine"), list(itertools.product(METHODS, ("cpu", "1x1", "1x8", "4x8")))
 )
 def test_what_it_writes_is_a_configuration_with_the_answers_in_it(tmp_path, method, machine):
-    given = DEFAULTS | {"method": method, "machine": machine, "data": "my data/*.jsonl"}
+    given = DEFAULT_ANSWERS | {"method": method, "machine": machine, "data": "my data/*.jsonl"}
     next_commands = write_config(tmp_path / "mine.yaml", given, 8 << 30)
     config = load_config([str(tmp_path / "mine.yaml")], [])
     assert (config.tune.method, config.data.path) == (method, "my data/*.jsonl")
@@ -25,12 +31,16 @@ def test_what_it_writes_is_a_configuration_with_the_answers_in_it(tmp_path, meth
 
 def test_rows_are_no_longer_than_the_model_allows(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
-    write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path), "machine": "1x1"}, 1)
+    write_config(
+        tmp_path / "mine.yaml", DEFAULT_ANSWERS | {"model": str(tmp_path), "machine": "1x1"}, 1
+    )
     assert load_config([str(tmp_path / "mine.yaml")], []).data.seq_len == 2048
 
 
 def test_on_cpus_a_step_is_small_and_the_plan_is_of_this_machine(tmp_path):
-    said = write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path)}, 24 << 30)
+    said = write_config(
+        tmp_path / "mine.yaml", DEFAULT_ANSWERS | {"model": str(tmp_path)}, 24 << 30
+    )
     config = load_config([str(tmp_path / "mine.yaml")], [])
     assert config.batch.global_size * config.data.seq_len == 8 * 1024
     assert any(line.endswith("--cpu --gpus-per-node 1 --host-memory 24576MiB") for line in said)
@@ -56,14 +66,14 @@ def test_without_a_terminal_the_missing_arguments_are_named():
 @pytest.mark.parametrize("machine", ["", "8", "0x8", "2x", "gpu", "2x8x80"])
 def test_a_machine_that_cannot_be_read_is_refused(tmp_path, machine):
     with pytest.raises(ConfigError, match="expected cpu, or NODESxGPUS"):
-        write_config(tmp_path / "mine.yaml", DEFAULTS | {"machine": machine}, 8 << 30)
+        write_config(tmp_path / "mine.yaml", DEFAULT_ANSWERS | {"machine": machine}, 8 << 30)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
-        write_config(tmp_path / "mine.yaml", DEFAULTS, 8 << 30)
+        write_config(tmp_path / "mine.yaml", DEFAULT_ANSWERS, 8 << 30)
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 
@@ -71,7 +81,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path, name):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match="cannot be written: "):
-        write_config(tmp_path / name, DEFAULTS, 8 << 30)
+        write_config(tmp_path / name, DEFAULT_ANSWERS, 8 << 30)
 
 
 @pytest.mark.full
@@ -85,9 +95,9 @@ def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
 
 
 def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
-    given = DEFAULTS | {"machine": "2x8"}
-    found = PlannedSizes(
-        "full", host_gib_per_node=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True
+    given = DEFAULT_ANSWERS | {"machine": "2x8"}
+    found = PlanPreview(
+        "full", host_gib_per_node=61, device_bytes=70 << 30, device_limit_bytes=80 << 30, fits=True
     )
     write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda file, nodes, gpus: found)
     config = load_config([str(tmp_path / "mine.yaml")], [])
@@ -136,7 +146,7 @@ def test_sizes_of_a_new_run_are_those_of_its_plan(tmp_path):
 )
 def test_data_of_each_form_is_what_a_run_reads_and_holds_out_where_it_can(tmp_path, data, expected):
     out = tmp_path / "mine.yaml"
-    write_config(out, DEFAULTS | {"data": data}, 8 << 30)
+    write_config(out, DEFAULT_ANSWERS | {"data": data}, 8 << 30)
     config = load_config([str(out)], []).data
     assert config.path == expected
     assert config.eval_path is None

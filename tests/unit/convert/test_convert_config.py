@@ -311,7 +311,7 @@ def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
     converted = tool.convert_config(config, 4)
     groups = (converted.mapped_keys, converted.ignored_keys, converted.unsupported_keys)
-    for key, _ in tool.flatten_keys(config, tool.recognize_tool(config).list_keys):
+    for key, _ in tool.flatten_keys(config, tool.recognize_tool(config).array_keys):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
     assert (
         line_of(converted.unsupported_keys, "my_own_key")

@@ -67,7 +67,7 @@ def test_a_remark_is_said_once_with_all_its_keys():
     for group in (converted.mapped_keys, converted.ignored_keys, converted.unsupported_keys):
         remarks = [line.remark for line in group]
         assert len(remarks) == len(set(remarks))
-    titles = [line for line in command.report_lines(converted, ()) if line.endswith(")")]
+    titles = [line for line in command.format_report(converted, ()) if line.endswith(")")]
     number = sum(len(line.keys) for line in converted.ignored_keys)
     assert f"decided by hpc_tune itself ({number})" in titles
     assert number > len(converted.ignored_keys)
@@ -239,7 +239,7 @@ def test_what_is_learned_from_text_alone_is_taken_over():
 
 def test_a_secret_in_a_config_is_not_printed():
     converted = command.convert_config(theirs(AXOLOTL_LORA, comet_api_key="s3cret"), 1)
-    assert "s3cret" not in "\n".join(command.report_lines(converted, converted.to_do))
+    assert "s3cret" not in "\n".join(command.format_report(converted, converted.to_do))
     assert line_of(converted.unsupported_keys, "comet_api_key") is not None
 
 

@@ -406,7 +406,7 @@ def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
     line = line_of(converted.unsupported_keys, key)
     assert words.strip() in line
     assert line in converted.to_do
-    assert f"* {line}" in command.report_lines(converted, converted.to_do)
+    assert f"* {line}" in command.format_report(converted, converted.to_do)
     for path in ("model.path", "data.path"):
         notes = [note for note in converted.to_do if path in note]
         assert bool(notes) or settings(converted)[path] != command.PLACEHOLDER, path

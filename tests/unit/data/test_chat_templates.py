@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from hpc_tune.checkpoint.export_metadata import write_chat_template
+from hpc_tune.checkpoint.export_metadata import write_chat_templates
 from hpc_tune.config.data import NAMED_TEMPLATES, TEMPLATE_FOLDER, is_template_path, template_file
 from hpc_tune.config.load import load_config
 from hpc_tune.data.encode import Encoder
@@ -83,9 +83,12 @@ TEXTS = [
 def tokenizer_of(name, lacks=()):
     """A token per byte, and the special tokens of a template."""
     tokenizer = byte_tokenizer(template_file(name).read_text("utf-8"))
-    own = {"<s>", "</s>", NAMED_TEMPLATES[name].end or "</s>", *NAMED_TEMPLATES[name].controls} - {
-        *lacks
-    }
+    own = {
+        "<s>",
+        "</s>",
+        NAMED_TEMPLATES[name].end_token or "</s>",
+        *NAMED_TEMPLATES[name].control_tokens,
+    } - {*lacks}
     tokenizer.add_tokens([AddedToken(text, special=True) for text in sorted(own)])
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     return tokenizer
@@ -131,11 +134,17 @@ def learned(name, chat, **row):
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_answers_are_learned_with_their_end_and_nothing_else(name):
-    end, space = NAMED_TEMPLATES[name].end or "</s>", " " if name in ("llama2", "mistral") else ""
+    end_token, space = (
+        NAMED_TEMPLATES[name].end_token or "</s>",
+        " " if name in ("llama2", "mistral") else "",
+    )
     behind = " " if name == "llama2" else ""
     empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     text, remarks = learned(name, "turns")
-    assert text == f"{space}A process of a job.{behind}{end}{space}{empty}A host.{behind}{end}"
+    assert (
+        text
+        == f"{space}A process of a job.{behind}{end_token}{space}{empty}A host.{behind}{end_token}"
+    )
     assert len(remarks) == (name == "qwen3"), remarks  # the empty block is counted
 
 
@@ -154,10 +163,10 @@ def test_answers_are_learned_with_their_end_and_nothing_else(name):
     ],
 )
 def test_calls_are_learned_and_tools_and_results_are_not(name, first):
-    end = NAMED_TEMPLATES[name].end or "</s>"
+    end_token = NAMED_TEMPLATES[name].end_token or "</s>"
     text, remarks = learned(name, "tools_no_system")
-    assert text.startswith(first + end)
-    assert text.count(end) == 3
+    assert text.startswith(first + end_token)
+    assert text.count(end_token) == 3
     assert "12" not in text
     assert "Count the nodes" not in text
     assert len(remarks) == (name == "qwen3"), remarks
@@ -165,11 +174,11 @@ def test_calls_are_learned_and_tools_and_results_are_not(name, first):
 
 def test_calls_of_deepseek_are_learned_and_that_it_lists_no_tools_is_said():
     text, (remark,) = learned("deepseek-v3", "two_calls")
-    end = "<｜end▁of▁sentence｜>"
+    end_token = "<｜end▁of▁sentence｜>"
     assert text.startswith(
         "Both.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>sinfo"
     )
-    assert text.endswith(f"<｜tool▁calls▁end｜>{end}A host.{end}")
+    assert text.endswith(f"<｜tool▁calls▁end｜>{end_token}A host.{end_token}")
     assert "tools the chat template does not show" in remark
 
 
@@ -264,7 +273,7 @@ def test_an_export_has_the_text_of_the_template(tmp_path):
     folder, out = saved(tmp_path, "qwen3"), tmp_path / "out"
     template = load_tokenizer(folder, "qwen3").chat_template
     load_tokenizer(folder).save_pretrained(out)
-    write_chat_template(template, folder, out)
+    write_chat_templates(template, folder, out)
     assert (out / "chat_template.jinja").read_text("utf-8") == template
     asked = AutoTokenizer.from_pretrained(out).apply_chat_template(
         CHATS["prompt"][0], add_generation_prompt=True, tokenize=False

@@ -6,7 +6,7 @@ from tokenizers import models, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data import chunks, encode
-from hpc_tune.data.counts import Counters, round_length
+from hpc_tune.data.counts import Counters, round_up_length
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import Chat, Completion, Text
 from hpc_tune.errors import DataError
@@ -157,11 +157,11 @@ def test_what_examples_lose_at_seq_len_is_counted_with_their_length_and_texts_lo
     assert (counters.truncated, counters.split) == (1, 1)
     # The answer of the second begins after token 60: nothing of it is left.
     assert counters.cut_tokens == lengths[0] - 60 + lengths[1]
-    assert counters.cut_lengths == {str(round_length(length)): 1 for length in lengths}
+    assert counters.cut_lengths == {str(round_up_length(length)): 1 for length in lengths}
     again = Counters()
     again.add(counters)
     again.add(counters)
-    assert again.cut_lengths == {str(round_length(length)): 2 for length in lengths}
+    assert again.cut_lengths == {str(round_up_length(length)): 2 for length in lengths}
 
 
 def _num_tokens(*turns):
@@ -170,11 +170,11 @@ def _num_tokens(*turns):
 
 
 def test_a_rounded_length_holds_the_length_and_is_at_most_3_percent_more():
-    assert [round_length(n) for n in (1, 63, 64, 65, 4097, 100_001)] == [
+    assert [round_up_length(n) for n in (1, 63, 64, 65, 4097, 100_001)] == [
         1, 63, 64, 66, 4224, 100_352,
     ]  # fmt: skip
     for length in range(1, 10_000):
-        assert length <= round_length(length) <= length * (1 + 1 / 32)
+        assert length <= round_up_length(length) <= length * (1 + 1 / 32)
 
 
 def test_a_long_text_is_split_into_pieces_and_all_of_it_is_kept():

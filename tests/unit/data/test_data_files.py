@@ -24,8 +24,8 @@ def _put(folder, *names):
 def _found(path, folder):
     """Return the files that are read, and {file: why} of those that are not, below a folder."""
     found = find_files(path)
-    left_out = {str(file.relative_to(folder)): why for file, why in found.left_out}
-    return [str(file.relative_to(folder)) for file in found.files], left_out
+    skipped_files = {str(file.relative_to(folder)): why for file, why in found.skipped_files}
+    return [str(file.relative_to(folder)) for file in found.files], skipped_files
 
 
 def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_path):
@@ -36,9 +36,9 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
         *(f"data/train-0000{n}-of-00002.parquet" for n in (1, 0)),
         *(f"data/{split}-00000-of-00001.parquet" for split in ("test", "unsupervised")),
     )
-    files, left_out = _found(str(tmp_path), tmp_path)
+    files, skipped_files = _found(str(tmp_path), tmp_path)
     assert files == [f"data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
-    assert list(left_out) == [
+    assert list(skipped_files) == [
         *("LICENSE", "README.md", "dataset_infos.json", "make.py"),
         *("data/test-00000-of-00001.parquet", "data/unsupervised-00000-of-00001.parquet"),
     ]
@@ -96,9 +96,9 @@ def test_a_folder_with_a_file_and_its_copy_in_another_form_is_refused(one, other
 def test_rows_that_datasets_keeps_of_a_map_are_left_out_unless_they_are_named(tmp_path):
     cached = ["d/cache-4d1b1fe3547812d6.arrow", "d/cache-0123456789abcdef_00000_of_00002.arrow"]
     _put(tmp_path, "d/json-train.arrow", *cached)
-    read, left_out = _found(str(tmp_path), tmp_path)
+    read, skipped_files = _found(str(tmp_path), tmp_path)
     assert read == ["d/json-train.arrow"]
-    assert left_out == dict.fromkeys(
+    assert skipped_files == dict.fromkeys(
         cached, "cached by datasets: the result of a map or filter; name it to read it"
     )
     assert len(find_files(str(tmp_path / cached[0])).files) == 1
@@ -152,9 +152,9 @@ def test_of_several_configurations_one_has_to_be_named(tmp_path, names):
 def test_patterns_take_what_they_match_and_leave_held_out_splits_and_cards(tmp_path):
     _put(tmp_path, "b.jsonl", "a.jsonl", "test.jsonl", "README.md", "deep/er/c.jsonl", "d.parquet")
     assert _found(f"{tmp_path}/*.jsonl", tmp_path)[0] == ["a.jsonl", "b.jsonl"]
-    files, left_out = _found(f"{tmp_path}/**/*.jsonl", tmp_path)
+    files, skipped_files = _found(f"{tmp_path}/**/*.jsonl", tmp_path)
     assert files == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
-    assert list(left_out) == ["test.jsonl"]
+    assert list(skipped_files) == ["test.jsonl"]
     assert "README.md" in _found(f"{tmp_path}/*", tmp_path)[1]
     assert _found(f"{tmp_path}/te*.jsonl", tmp_path)[0] == ["test.jsonl"]
     with pytest.raises(DataError, match=r"no file of a known kind matches .*\*\.csv"):

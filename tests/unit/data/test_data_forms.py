@@ -16,7 +16,7 @@ from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
-from hpc_tune.data.reading import DEFAULT_READING, read_example
+from hpc_tune.data.reading import DEFAULT_READ_OPTIONS, read_example
 from hpc_tune.data.records import to_example
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
@@ -269,12 +269,13 @@ def test_rows_of_others_forms_are_refused_with_what_to_do(record, said):
 def test_a_second_answer_beside_the_one_that_is_read_is_named_as_not_read():
     findings = ReadFindings()
     row = {"prompt": "a", "completion": "b", "response": "c"}
-    example = read_example(row, DEFAULT_READING, findings)
+    example = read_example(row, DEFAULT_READ_OPTIONS, findings)
     assert (example.prompt, example.completion) == ("a", "b")
     assert "response" in findings.unread
     findings = ReadFindings()
     assert (
-        read_example({"prompt": "a", "response": "c"}, DEFAULT_READING, findings).completion == "c"
+        read_example({"prompt": "a", "response": "c"}, DEFAULT_READ_OPTIONS, findings).completion
+        == "c"
     )
     assert not findings.unread
 

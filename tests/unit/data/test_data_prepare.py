@@ -104,7 +104,7 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     tokenize_chunks(work, tokenizer, PreparingRanks(0, 2))
-    (work.parts / "00000001.part").write_bytes(b"cut off by the kill")
+    (work.parts_folder / "00000001.part").write_bytes(b"cut off by the kill")
     written = []
     write_part = module._write_part
     monkeypatch.setattr(
@@ -121,12 +121,15 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
 def test_parts_belong_to_one_source_one_tokenizer_and_one_setting(source, tmp_path):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     folders = {
-        plan_preparation(source, out, tokenizer, PrepareSettings(n)).parts for n in (100, 200)
+        plan_preparation(source, out, tokenizer, PrepareSettings(n)).parts_folder
+        for n in (100, 200)
     }
-    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100, "all")).parts)
-    folders.add(plan_preparation(source, out, byte_tokenizer(bos=True), PrepareSettings(100)).parts)
+    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100, "all")).parts_folder)
+    folders.add(
+        plan_preparation(source, out, byte_tokenizer(bos=True), PrepareSettings(100)).parts_folder
+    )
     Path(source).touch()
-    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100)).parts)
+    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100)).parts_folder)
     assert len(folders) == 5
 
 
@@ -256,7 +259,10 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
         return of_rank_0 if isinstance(own, PreparePlan) else own
 
     os.utime(source, (1, 1))
-    assert plan_preparation(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
+    assert (
+        plan_preparation(source, out, tokenizer, PrepareSettings(200)).parts_folder
+        != of_rank_0.parts_folder
+    )
     prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(broadcast=broadcast))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()

@@ -11,13 +11,13 @@ from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
-from hpc_tune.data.reading import DEFAULT_READING, ReadOptions
+from hpc_tune.data.reading import DEFAULT_READ_OPTIONS, ReadOptions
 from hpc_tune.data.records import Completion, to_example
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 
 
-def _read(path, reading=DEFAULT_READING, findings=None):
+def _read(path, reading=DEFAULT_READ_OPTIONS, findings=None):
     chunks = list_chunks(str(path))
     return [example for chunk in chunks for example in read_chunk(chunk, reading, findings)]
 
@@ -97,7 +97,7 @@ def test_what_is_read_under_another_name_and_what_is_not_read_is_said(tmp_path):
 def test_rows_left_out_for_their_own_marks_are_counted(tmp_path):
     rows = [{"prompt": "q", "completion": "a", "train": n > 2} for n in range(5)]
     findings = ReadFindings()
-    assert len(_read(write_jsonl(tmp_path / "d.jsonl", rows), DEFAULT_READING, findings)) == 2
+    assert len(_read(write_jsonl(tmp_path / "d.jsonl", rows), DEFAULT_READ_OPTIONS, findings)) == 2
     assert findings.lines() == ["3 rows left out, as the data mark them"]
 
 

@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpc_tune.data import chunks, raw_files
-from hpc_tune.data.chunks import list_chunks, read_chunk, source_identity
+from hpc_tune.data.chunks import list_chunks, read_chunk, source_fingerprint
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.files import find_files
 from hpc_tune.data.raw_files import READ_BUFFER_BYTES, read_json_array
-from hpc_tune.data.reading import DEFAULT_READING
+from hpc_tune.data.reading import DEFAULT_READ_OPTIONS
 from hpc_tune.data.records import (
     Chat,
     Completion,
@@ -323,21 +323,21 @@ def test_a_source_that_is_neither_file_nor_folder_is_refused():
 
 def test_identity_follows_size_and_time_of_the_files(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
-    first = source_identity(str(path))
-    assert source_identity(str(path)) == first
+    first = source_fingerprint(str(path))
+    assert source_fingerprint(str(path)) == first
     path.touch()
-    assert source_identity(str(path)) != first
-    assert source_identity("builtin:pydocs") != source_identity("builtin:pydocs:heldout")
+    assert source_fingerprint(str(path)) != first
+    assert source_fingerprint("builtin:pydocs") != source_fingerprint("builtin:pydocs:heldout")
 
 
 def test_data_edited_in_place_with_the_same_size_and_time_are_other_data(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
-    first, status = source_identity(str(path)), path.stat()
+    first, status = source_fingerprint(str(path)), path.stat()
     write_jsonl(path, [{"text": "b"}])
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     now = path.stat()
     assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert source_identity(str(path)) != first
+    assert source_fingerprint(str(path)) != first
 
 
 def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():
@@ -378,7 +378,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     assert all("tool_calls" not in e.messages[1] for e in found if e.messages[1] != with_tools)
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "two")
     assert [int(e.messages[0]["content"][1:]) for e in _read(tmp_path / "two")] == expected
-    assert [left[0].name for left in find_files(str(tmp_path / "two")).left_out] == ["test"]
+    assert [left[0].name for left in find_files(str(tmp_path / "two")).skipped_files] == ["test"]
     datasets.DatasetDict({"a": saved, "test": saved}).save_to_disk(tmp_path / "three")
     with pytest.raises(DataError, match="the splits a, test .* name one, such as .*three/a"):
         list_chunks(str(tmp_path / "three"))
@@ -401,7 +401,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     rows = [
         row
         for a, b in parts
-        for _, row in raw_files.read_arrow(file, a, b, DEFAULT_READING, ReadFindings())
+        for _, row in raw_files.read_arrow(file, a, b, DEFAULT_READ_OPTIONS, ReadFindings())
     ]
     assert [row["text"] for row in rows] == [f"t{n}" for n in range(1000)]
     whole = file.read_bytes()

@@ -65,9 +65,9 @@ def test_the_training_split_is_that_of_the_datasets_library(tmp_path, kind):
     found = find_files(path)
     ours = [json.loads(file.read_text())["text"] for file in found.files]
     assert sorted(ours) == sorted(row["text"] for row in theirs)
-    left_out = {str(file.relative_to(path)): why for file, why in found.left_out}
-    assert {*ours, *left_out} == {*FILES, "README.md"}, "nothing is left out in silence"
-    assert all("card" in why for name, why in left_out.items() if name != "README.md")
+    skipped_files = {str(file.relative_to(path)): why for file, why in found.skipped_files}
+    assert {*ours, *skipped_files} == {*FILES, "README.md"}, "nothing is left out in silence"
+    assert all("card" in why for name, why in skipped_files.items() if name != "README.md")
 
 
 def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):

@@ -106,7 +106,7 @@ def test_of_the_hubs_cache_the_revision_of_refs_main_is_read(inner, tmp_path):
     files = {"a" * 40: {"data/x.jsonl": row("old")}, "b" * 40: {"data/x.jsonl": row("new")}}
     root = cache(tmp_path / "datasets--o--n", files, main="a" * 40)
     assert texts(root / inner) == ["old"]
-    (left,) = find_files(str(root / inner)).left_out
+    (left,) = find_files(str(root / inner)).skipped_files
     assert (left[0].name, "another revision" in left[1]) == ("b" * 40, True)
     (root / "refs" / "main").write_text("c" * 40)
     with pytest.raises(DataError, match="2 revisions, and refs/main names none of them; name one"):

@@ -428,7 +428,7 @@ def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path
     prepare_data("raw.jsonl", "whole.h5", byte_tokenizer(), PrepareSettings(512))
     with h5py.File("whole.h5") as file:
         assert " ".join(json.loads(file.attrs["counters"])) == PLAIN_COUNTERS
-    monkeypatch.setattr("hpc_tune.data.prepare.source_identity", lambda paths: "identity")
+    monkeypatch.setattr("hpc_tune.data.prepare.source_fingerprint", lambda paths: "identity")
     assert cache_file_name("raw.jsonl", "mark", PrepareSettings(128)) == f"raw-{PLAIN_KEY}.h5"
 
 
@@ -464,7 +464,7 @@ def test_pairs_are_neighbors_in_a_row_and_counted(tmp_path):
             sides = [side for number in numbers for side in store.sides(number)]
             seen += numbers
             assert batch.form == "pairs"
-            assert batch.mismatched is None
+            assert batch.mismatched_batch is None
             assert batch.num_loss_terms == len(numbers)
             assert batch.unpadded_document_lengths == [len(tokens) for tokens, _ in sides]
             expected = [[int(mask.sum()) for _, mask in store.sides(n)] for n in numbers]
@@ -522,7 +522,7 @@ def test_labeled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_row
     reference = np.arange(118, dtype=np.float32).reshape(59, 2)
     loader.stream.set_reference_log_probs(reference)
     for batch in loader.next_step():
-        numbers, others = rows_of(store).documents_in(batch), batch.mismatched
+        numbers, others = rows_of(store).documents_in(batch), batch.mismatched_batch
         assert batch.form == "labels"
         assert others.rows == batch.rows
         assert not batch.pairs.num_loss_tokens_P2[:, 1].any()
@@ -543,9 +543,9 @@ def test_a_missing_side_has_a_count_of_zero(tmp_path):
     store = prepared(tmp_path, LABELLED[:1], "labels")
     (batch,) = loaded(store).next_step()[:1]
     assert batch.pairs.num_loss_tokens_P2[0].tolist() == [len("answer 0") + 1, 0]
-    assert batch.mismatched.tokens_BT.shape == (1, 8)
-    assert batch.mismatched.num_loss_tokens == 0
-    assert batch.mismatched.unpadded_document_lengths == []
+    assert batch.mismatched_batch.tokens_BT.shape == (1, 8)
+    assert batch.mismatched_batch.num_loss_tokens == 0
+    assert batch.mismatched_batch.unpadded_document_lengths == []
 
 
 @pytest.mark.parametrize(("rows", "form"), [(PAIRS, "pairs"), (LABELLED, "labels")])
@@ -574,7 +574,7 @@ def test_empty_batches_have_empty_pairs():
         assert batch.num_loss_terms == 0
         if form != "answers":
             assert [tensor.shape for tensor in batch.pairs.tensors] == [(0, 2), (0, 2), (0,)]
-    assert padding_batch(3, "labels").mismatched.pairs.num_loss_tokens_P2.shape == (0, 2)
+    assert padding_batch(3, "labels").mismatched_batch.pairs.num_loss_tokens_P2.shape == (0, 2)
 
 
 def test_preferences_longer_than_a_row_are_refused(tmp_path):

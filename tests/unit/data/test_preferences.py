@@ -10,7 +10,7 @@ from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.preferences import (
     LabeledAnswers,
     PreferencePair,
-    swap_answer,
+    replace_answer,
     to_labeled_answers,
     to_pair,
 )
@@ -301,9 +301,9 @@ def test_a_labeled_answer_is_what_its_tool_takes_for_it():
 def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
     text, chat = (to_labeled_answers(LABELLED[name]).answers[0] for name in ("trl", "ms-swift"))
     other = Completion("q", "other", "q")
-    assert swap_answer(text, other) == Completion("2 + 2?", "other", "2 + 2?")
+    assert replace_answer(text, other) == Completion("2 + 2?", "other", "2 + 2?")
     for example, answers in ((chat, other), (text, Chat([user("q"), says("other")]))):
-        assert messages_of(swap_answer(example, answers)) == [*ASKED, says("other")]
+        assert messages_of(replace_answer(example, answers)) == [*ASKED, says("other")]
 
 
 WRONG_PAIRS = [

@@ -128,7 +128,7 @@ def test_empty_parts_are_left_out_and_said(suffix, tmp_path):
             with ipc.new_file(part, table.schema) as out:
                 out.write_table(table)
     assert [(e.prompt, e.completion) for e in examples(tmp_path)] == [("q", "a")]
-    assert (tmp_path / f"part-0.{suffix}", "empty") in find_files(str(tmp_path)).left_out
+    assert (tmp_path / f"part-0.{suffix}", "empty") in find_files(str(tmp_path)).skipped_files
 
 
 def test_data_that_are_all_empty_are_refused(tmp_path):

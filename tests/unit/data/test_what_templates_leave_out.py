@@ -11,7 +11,7 @@ from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.fields import WrongRecord, read_tool_calls, read_tools
 from hpc_tune.data.records import to_example
-from hpc_tune.data.tokenizer import fingerprint, fix_date
+from hpc_tune.data.tokenizer import fingerprint, freeze_template_date
 from tests.support.data import CHATML, byte_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": {"city": "Oslo"}}}
@@ -247,7 +247,9 @@ def test_a_date_whose_format_a_template_computes_is_fixed_as_well(call):
     )
     tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
     fixed = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "q"}], chat_template=fix_date(template), tokenize=False
+        [{"role": "user", "content": "q"}],
+        chat_template=freeze_template_date(template),
+        tokenize=False,
     )
     assert fixed == "\n01 Jan"
     assert fingerprint(tokenizer)

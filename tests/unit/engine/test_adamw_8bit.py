@@ -26,7 +26,7 @@ from hpc_tune.model.build import LocalRegion, Slice
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import MOMENT_NAMES, measure, static_bytes
+from hpc_tune.step.size import MOMENT_NAMES, measure_model_size, static_bytes
 
 quant_utils = pytest.importorskip("torchao.optim.quant_utils")
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_large_parameters_take_a_quarter_and_small_ones_what_they_took():
     kept = optimizer.state[module[0].weight]
     assert sum(t.nbytes for part in MOMENT_NAMES for t in kept[part].tensors) == announced[0]
     for is_8bit, of_moments in ((False, 8 * (large + small)), (True, sum(announced))):
-        size = measure(module, is_8bit)
+        size = measure_model_size(module, is_8bit)
         assert static_bytes(size, Layout(1, 1)) == 8 * (large + small) + of_moments
 
 

@@ -152,7 +152,7 @@ def test_what_broke_off_gives_its_buffers_back():
 
 def test_a_trace_counts_buffers_and_has_none():
     inputs = make()
-    inputs.counts_only = True
+    inputs.is_dry_run = True
     gradients(inputs)
     assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
 

@@ -26,7 +26,7 @@ class Begun:
 
 @pytest.fixture
 def watched(monkeypatch):
-    monkeypatch.setattr(gradients, "GRADIENT_PIECE_BYTES", 32)
+    monkeypatch.setattr(gradients, "GRADIENT_BUCKET_BYTES", 32)
     flat, position, parameters = torch.zeros(sum(SIZES)), 0, []
     for size in SIZES:
         parameter = nn.Parameter(torch.ones(size))

@@ -12,10 +12,10 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.engine.row_pieces import MlpPieces, find_mlps
+from hpc_tune.engine.row_pieces import PiecewiseMlps, find_mlps
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.dropout import disable_dropout
-from hpc_tune.model.faster_layers import share_input_casts, use_rms_norm, use_swiglu
+from hpc_tune.model.faster_layers import share_input_casts, use_faster_rms_norm, use_faster_swiglu
 from hpc_tune.plan.resolve import resolve_row_pieces
 from tests.unit.engine.test_activation_checkpoint import LiveBytes
 
@@ -80,9 +80,9 @@ def step(model, row_pieces, recompute="full", casts=False):
     model = copy.deepcopy(model)
     blocks, calls = blocks_of(model), []
     share_input_casts(blocks)
-    use_swiglu(blocks)
-    use_rms_norm(blocks)
-    MlpPieces(blocks, settings(row_pieces))
+    use_faster_swiglu(blocks)
+    use_faster_rms_norm(blocks)
+    PiecewiseMlps(blocks, settings(row_pieces))
     checkpoint_blocks(blocks, recompute)
     for mlp in find_mlps(blocks[0]):
         last = getattr(mlp, "down_proj", mlp)
@@ -137,7 +137,7 @@ def test_more_pieces_take_less_memory_to_the_same_loss(recompute, casts):
 def test_what_is_frozen_has_no_gradient(trained, of_input):
     mlp = next(find_mlps(make("llama").model.layers[0])).requires_grad_(trained)
     other, grads = copy.deepcopy(mlp), []
-    MlpPieces([nn.ModuleDict({"mlp": other})], settings(3))
+    PiecewiseMlps([nn.ModuleDict({"mlp": other})], settings(3))
     for module in (mlp, other):
         torch.manual_seed(0)
         x_BTD = torch.randn(2, 10, 32).requires_grad_(of_input)
@@ -160,7 +160,7 @@ def test_a_sliced_mlp_sends_its_sum_once_for_a_row():
 
     layer = other.down_proj
     layer.output_sum = layer.register_forward_hook(sum_output), sum_output
-    MlpPieces([nn.ModuleDict({"mlp": other})], settings(4))
+    PiecewiseMlps([nn.ModuleDict({"mlp": other})], settings(4))
     assert torch.allclose(other(x_BTD), 2 * mlp(x_BTD), rtol=1e-4, atol=1e-6)
     assert sent == [12]
     other(x_BTD.requires_grad_()).sum().backward()
@@ -169,8 +169,8 @@ def test_a_sliced_mlp_sends_its_sum_once_for_a_row():
 
 def test_a_lever_doubles_the_pieces_of_long_rows():
     block = make("llama").model.layers[0]
-    assert MlpPieces([block], settings(2, row_tokens=2048)).memory_actions() == {}
-    pieces = MlpPieces([block], settings(2, row_tokens=1 << 14))
+    assert PiecewiseMlps([block], settings(2, row_tokens=2048)).memory_actions() == {}
+    pieces = PiecewiseMlps([block], settings(2, row_tokens=1 << 14))
     [(action, lever)] = pieces.memory_actions().items()
     assert (action, lever.max_times) == (Action.USE_MORE_PIECES, 3)
     assert "16 pieces" in lever.apply_times(3)
@@ -183,15 +183,15 @@ def test_pieces_are_chosen_where_there_is_an_mlp_to_cut(family, caplog):
     what = (TuneConfig(), TrainConfig(compile=False), 1 << 15)
     chosen = resolve_row_pieces(full, *what, model).row_pieces
     assert chosen == (8 if family == "llama" else 1)
-    MlpPieces(blocks_of(model), settings(chosen))
+    PiecewiseMlps(blocks_of(model), settings(chosen))
     assert not caplog.records
     if family != "llama":  # a number of the user's own
-        assert MlpPieces(blocks_of(model), settings(8)).num_pieces == 1
+        assert PiecewiseMlps(blocks_of(model), settings(8)).num_pieces == 1
         assert "parallel.row_pieces=8 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("other", [{"zero_stage": 3}, {"compiles": True}])
 def test_what_cannot_be_cut_has_no_lever(other):
     block = make("llama").model.layers[0]
-    assert MlpPieces([block], settings(row_tokens=1 << 14, **other)).memory_actions() == {}
+    assert PiecewiseMlps([block], settings(row_tokens=1 << 14, **other)).memory_actions() == {}
     assert "forward" not in vars(block.mlp)

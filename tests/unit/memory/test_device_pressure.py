@@ -33,7 +33,7 @@ from hpc_tune.plan.memory_model import GPU_SLACK_SHARE, PhaseMemory
 from hpc_tune.plan.report import phase_fits
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import PreviousRun
-from hpc_tune.train.governor import Governor, outcome_facts
+from hpc_tune.train.governor import Governor, memory_outcome_facts
 from hpc_tune.train.startup.micro_size import largest_micro_size
 from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
 
@@ -232,7 +232,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
         "failed: CUDA out of memory. Tried to allocate 2.00 GiB. No further memory-saving"
         in need.words
     )
-    assert outcome_facts(need, governor.actions_taken)["memory"] == "device"
+    assert memory_outcome_facts(need, governor.actions_taken)["memory"] == "device"
     governor.observe(watching.take_peaks())
     assert governor.status() == (0.0,) * 8
 
@@ -243,7 +243,7 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     governor.observe(watching.take_peaks())
     fuller.observe(fuller._monitor.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
-    governor._comm.gather = lambda own: [fuller._local_fill("device"), own]
+    governor._comm.gather = lambda own: [fuller._local_memory_usage("device"), own]
     governor.act_on_levels(governor.status(), 7)
     assert "device 40.0 GiB of 80.0 GiB, CUDA out of memory. Tried" in events.told[-1]["message"]
 
@@ -286,7 +286,8 @@ def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
         ("host", watching.host_shortage(1)),
     ):
         outcome.write_outcome(
-            outcome.stopped_outcome("why", 4, outcome_facts(need, governor.actions_taken)), tmp_path
+            outcome.stopped_outcome("why", 4, memory_outcome_facts(need, governor.actions_taken)),
+            tmp_path,
         )
         assert outcome.read_previous_run(tmp_path).exhausted_memory == memory
 

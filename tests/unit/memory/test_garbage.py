@@ -69,7 +69,7 @@ def test_all_ranks_collect_if_one_has_garbage():
     class Two:
         """What this rank says, and one that has garbage and nothing else."""
 
-        def gather_by_value(self, values):
+        def gather_elementwise(self, values):
             return [[float(value), float(i == 7)] for i, value in enumerate(values)]
 
     own = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0))

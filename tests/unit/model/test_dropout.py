@@ -43,10 +43,10 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
 def test_ranks_that_share_rows_have_their_part_of_the_mask_and_keep_no_more():
     whole, kept = dropped([5, 6]), []
     for rank in range(4):
-        share = SimpleNamespace(part=RowShard(rank, 4))
+        row_sharing = SimpleNamespace(part=RowShard(rank, 4))
         x_BSD = torch.ones(2, 4, 32, requires_grad=True)
         with (
-            batch_context.use_batch(MicroBatch([5, 6], share=share)),
+            batch_context.use_batch(MicroBatch([5, 6], row_sharing=row_sharing)),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
             ),

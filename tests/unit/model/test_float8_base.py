@@ -22,7 +22,7 @@ from hpc_tune.model.quantized_base import find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import flops_per_token, measure, static_bytes
+from hpc_tune.step.size import flops_per_token, measure_model_size, static_bytes
 from tests.support.mixtures import write_mixture
 from tests.support.regions import regions_of
 
@@ -277,8 +277,8 @@ def test_a_base_of_fp32_files_has_the_same_bytes_whatever_is_computed_in(base):
 
 
 def test_the_bytes_of_a_float8_base_are_counted_before_they_exist(base):
-    packed = measure(build(base, torch.bfloat16, FP8, 0).module)
-    whole = measure(build(base, torch.bfloat16, TuneConfig(rank=4, alpha=8.0), 0).module)
+    packed = measure_model_size(build(base, torch.bfloat16, FP8, 0).module)
+    whole = measure_model_size(build(base, torch.bfloat16, TuneConfig(rank=4, alpha=8.0), 0).module)
     assert packed.num_frozen == whole.num_frozen
     assert packed.scale_bytes == 0
     built = loaded(base, FP8, torch.bfloat16)
@@ -317,7 +317,7 @@ def test_experts_are_those_of_the_rounded_values(tmp_path, family):
     assert torch.allclose(logits, wanted_logits, atol=1e-5 * wanted_logits.abs().max().item())
     for name, expected in wanted.items():
         assert torch.allclose(grads[name], expected, atol=1e-5 * expected.abs().max().item()), name
-    sizes = [measure(built.module) for built in (packed, plain)]
+    sizes = [measure_model_size(built.module) for built in (packed, plain)]
     assert sizes[0].num_frozen == sizes[1].num_frozen
     assert flops_per_token(sizes[0], packed.config, 64) == flops_per_token(
         sizes[1], plain.config, 64

@@ -182,7 +182,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
 def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     done, asked = [], []
     monkeypatch.setattr(layers, "choose_model_kernels", lambda *of: asked.append(of) or kernels)
-    for name in ("use_lora_linear", "use_swiglu", "use_rms_norm"):
+    for name in ("use_lora_linear", "use_faster_swiglu", "use_faster_rms_norm"):
         monkeypatch.setattr(
             layers, name, lambda *given, name=name, **options: done.append((name, options))
         )
@@ -194,7 +194,7 @@ def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     assert module.kernel_has_windows == (kernels.window == "varlen")
     wanted = [("use_lora_linear", {})]
     if kernels.swiglu == "own":
-        wanted.append(("use_swiglu", {}))
+        wanted.append(("use_faster_swiglu", {}))
     if kernels.norm != "transformers":
-        wanted.append(("use_rms_norm", {"uses_torch": kernels.norm == "F.rms_norm"}))
+        wanted.append(("use_faster_rms_norm", {"uses_torch": kernels.norm == "F.rms_norm"}))
     assert done == wanted

@@ -361,9 +361,9 @@ def test_a_part_of_an_adapter_is_the_part_of_the_whole():
 def test_the_identity_is_of_the_base_whatever_is_trained_in_whatever_dtype(tiny, tmp_path):
     one = build(tiny, torch.float32, TuneConfig(), 0)
     other = build(tiny, torch.bfloat16, TuneConfig(method="full"), 9)
-    assert one.identity == other.identity
+    assert one.architecture_hash == other.architecture_hash
     copy = changed(tiny, tmp_path, rope_theta=5.0, rms_norm_eps=1e-3)
-    assert build(copy, torch.float32, TuneConfig(), 0).identity != one.identity
+    assert build(copy, torch.float32, TuneConfig(), 0).architecture_hash != one.architecture_hash
 
 
 def test_the_decoder_blocks_are_found_in_order_with_and_without_adapters(tiny):

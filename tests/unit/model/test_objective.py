@@ -10,13 +10,13 @@ from hpc_tune.batch import PreferencePairs, padding_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.objective import (
     AnswerLogProbabilities,
-    Preference,
+    PreferenceObjective,
     PreferenceSums,
     TokenSum,
     format_metrics,
     log_probabilities,
     make_objective,
-    zero_rewards,
+    with_zero_rewards,
 )
 
 # Two pairs, of 2 + 1 and of 3 + 2 tokens with loss.
@@ -76,19 +76,19 @@ def of_pair(name, pair, beta, gamma=0.0, smoothing=0.0):
 def test_a_loss_is_the_papers(name, numbers):
     expected = sum(of_pair(name, pair, **numbers) for pair in range(2))
     named = {k: v for k, v in numbers.items() if k != "smoothing"}
-    objective = Preference(name, label_smoothing=numbers.get("smoothing", 0.0), **named)
+    objective = PreferenceObjective(name, label_smoothing=numbers.get("smoothing", 0.0), **named)
     assert sums_of(objective)[0].loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_sft_term_is_the_chosen_answers_mean_loss():
-    plain = sums_of(Preference("dpo", 0.1))[0].loss
-    with_sft = sums_of(Preference("dpo", 0.1, sft_weight=0.5))[0].loss
+    plain = sums_of(PreferenceObjective("dpo", 0.1))[0].loss
+    with_sft = sums_of(PreferenceObjective("dpo", 0.1, sft_weight=0.5))[0].loss
     assert with_sft - plain == pytest.approx(0.5 * (2.0 / 2 + 3.5 / 3), rel=1e-6)
 
 
 def test_the_gradient_is_a_weight_for_each_answers_tokens():
     """d loss / d log p of an answer, with the sign turned: what its tokens' losses weigh."""
-    _, grad_N = sums_of(Preference("dpo", 0.1))
+    _, grad_N = sums_of(PreferenceObjective("dpo", 0.1))
     weights = []
     for (c, r), (rc, rr) in zip(ANSWERS, REFERENCE, strict=True):
         w = 0.1 * sigmoid(-0.1 * ((c - rc) - (r - rr)))
@@ -103,9 +103,9 @@ def test_the_gradient_is_a_weight_for_each_answers_tokens():
 
 
 def test_what_is_measured_beside_the_loss():
-    sums, _ = sums_of(Preference("dpo", 0.1))
+    sums, _ = sums_of(PreferenceObjective("dpo", 0.1))
     measured = sums.metrics(2)
-    assert sums.num_right == 1  # s: 0.5 over 0.25, and -0.5 under 0.25
+    assert sums.num_correct == 1  # s: 0.5 over 0.25, and -0.5 under 0.25
     assert measured["accuracy"] == 0.5
     assert measured["margin"] == pytest.approx(0.1 * (0.0 - 0.5) / 2)
     assert measured["chosen_log_prob"] == pytest.approx(-5.5 / 5)
@@ -117,21 +117,21 @@ def test_what_is_measured_beside_the_loss():
 def test_labeled_answers_are_compared_with_the_mean_divergence():
     """s is 0.5 for the desirable one and -1.25 - -3 = 1.75 for the other."""
     batch = batch_of([[2, 0], [6, 0]], [True, False], kl=0.2)
-    objective = Preference("kto", 0.1, desirable_weight=2.0)
+    objective = PreferenceObjective("kto", 0.1, desirable_weight=2.0)
     losses_N = torch.tensor(LOSSES)
     sums = PreferenceSums(*objective.sums(losses_N, batch).tolist())
     moved = (-2.0 + 2.5, -sum(LOSSES[2:]) + 3.0)
     expected = 2.0 * sigmoid(-0.1 * (moved[0] - 0.2)) + sigmoid(0.1 * (moved[1] - 0.2))
     assert sums.loss == pytest.approx(expected, rel=1e-6)
-    assert (sums.num_chosen, sums.num_rejected, sums.num_right) == (1, 1, 2)
-    assert (sums.chosen_tokens, sums.rejected_tokens) == (2, 6)
+    assert (sums.num_chosen, sums.num_rejected, sums.num_correct) == (1, 1, 2)
+    assert (sums.num_chosen_tokens, sums.num_rejected_tokens) == (2, 6)
 
 
 def test_of_a_kind_of_answers_that_is_not_there_nothing_is_measured():
     losses_N = torch.tensor(LOSSES)
     for is_good, own in ((True, "chosen"), (False, "rejected")):
         batch = batch_of([[2, 0], [6, 0]], [is_good, is_good])
-        sums = PreferenceSums(*Preference("kto", 0.1).sums(losses_N, batch).tolist())
+        sums = PreferenceSums(*PreferenceObjective("kto", 0.1).sums(losses_N, batch).tolist())
         measured = sums.metrics(2)
         assert measured.keys() == {"accuracy", f"{own}_log_prob"}
         assert measured[f"{own}_log_prob"] == pytest.approx(-sum(LOSSES) / 8)
@@ -144,15 +144,15 @@ def test_of_equal_rewards_none_is_right():
         own = torch.tensor([[-1.0, -1.0]] * 2 if objective == "dpo" else [[-2.0, 0.0]] * 2)
         batch = batch_of(counts, desirable)
         batch = replace(batch, pairs=replace(batch.pairs, reference_log_probs_P2=own))
-        sums = PreferenceSums(*Preference(objective, 0.1).sums(losses_N, batch).tolist())
-        assert sums.num_right == 0
+        sums = PreferenceSums(*PreferenceObjective(objective, 0.1).sums(losses_N, batch).tolist())
+        assert sums.num_correct == 0
         assert sums.metrics(2)["accuracy"] == 0
 
 
 def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
     sums = PreferenceSums(0.7, 3, 1e-6, 2e-6, -9.0, -8.0, 4, 4, 20, 20, 1e-5, 17.0)
-    equal = PreferenceSums(*zero_rewards(astuple(sums)))
-    kept = {"num_right": 0, "chosen_reward": 0, "rejected_reward": 0}
+    equal = PreferenceSums(*with_zero_rewards(astuple(sums)))
+    kept = {"num_correct": 0, "chosen_reward": 0, "rejected_reward": 0}
     assert equal == replace(sums, **kept)
     assert (equal.metrics(4)["accuracy"], equal.metrics(4)["margin"]) == (0, 0)
 
@@ -164,7 +164,7 @@ def test_accuracy_is_said_in_percent():
 
 def test_an_answer_of_certain_tokens_has_finite_odds():
     losses_N = torch.zeros(8, requires_grad=True)
-    loss = Preference("orpo", 0.1).sums(losses_N, batch_of())[0]
+    loss = PreferenceObjective("orpo", 0.1).sums(losses_N, batch_of())[0]
     [grad_N] = torch.autograd.grad(loss, losses_N)
     assert loss.isfinite()
     assert grad_N.isfinite().all()
@@ -172,7 +172,7 @@ def test_an_answer_of_certain_tokens_has_finite_odds():
 
 def test_an_empty_micro_batch_has_sums_and_a_gradient_of_nothing():
     losses_N = torch.zeros(0, requires_grad=True)
-    objective = Preference("dpo", 0.1)
+    objective = PreferenceObjective("dpo", 0.1)
     sums = objective.sums(losses_N, padding_batch(0))
     assert sums.tolist() == [0.0] * objective.num_sums
     sums[0].backward()
@@ -207,6 +207,6 @@ def test_the_gradient_of_an_answers_sum_is_in_fp32_and_each_tokens_own():
 
 def test_an_objective_has_its_own_numbers():
     assert isinstance(make_objective(TuneConfig()), TokenSum)
-    assert make_objective(TuneConfig(objective="simpo")) == Preference("simpo", 2.0, 1.0)
-    assert make_objective(TuneConfig(objective="dpo", beta=0.3)) == Preference("dpo", 0.3)
+    assert make_objective(TuneConfig(objective="simpo")) == PreferenceObjective("simpo", 2.0, 1.0)
+    assert make_objective(TuneConfig(objective="dpo", beta=0.3)) == PreferenceObjective("dpo", 0.3)
     assert TuneConfig(objective="dpo", gamma=1.0).unused_coefficients == {"gamma": 1.0}

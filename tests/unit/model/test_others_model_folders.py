@@ -15,7 +15,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.language import read_config, read_language_config
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.model.weights import SHARDS_FILE, index_model_directory
+from hpc_tune.model.weights import SHARD_INDEX_FILE, index_model_directory
 from hpc_tune.train.data import describe_unknown_stop_token
 from hpc_tune.train.model import prepare_model_dir
 from tests.support.training import give_manifest
@@ -38,7 +38,7 @@ def shards(model, *files):
         save_file(tensors, model / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (model / SHARDS_FILE).write_text(text)
+    (model / SHARD_INDEX_FILE).write_text(text)
 
 
 def read_norm(index):
@@ -61,13 +61,13 @@ def test_of_a_whole_file_and_shards_the_one_that_transformers_loads_is_read_and_
     built = build(model, torch.float32, FULL, 0)
     assert torch.equal(read_norm(built.index), stock_norm(model))
     assert read_norm(built.index).unique().tolist() == [1.0]
-    assert SHARDS_FILE in " ".join(built.unused_parts)
+    assert SHARD_INDEX_FILE in " ".join(built.unused_parts)
 
 
 def test_an_index_that_names_the_whole_file_leaves_nothing_unread(model):
     names = load_file(model / "model.safetensors")
     text = json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
-    (model / SHARDS_FILE).write_text(text)
+    (model / SHARD_INDEX_FILE).write_text(text)
     index = index_model_directory(model)
     assert index.ignored_weights == ()
     assert index.shapes.keys() == names.keys()

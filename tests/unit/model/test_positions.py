@@ -13,7 +13,7 @@ from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import ReadOptions
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.rotary import has_length_scaling
+from hpc_tune.model.rotary import has_length_dependent_scaling
 from hpc_tune.train.model import Model, with_scaled_positions
 from tests.support.data import byte_tokenizer, write_jsonl
 from tests.unit.model.test_model_build import FAMILY, documents, our_loss, row, stock_loss
@@ -119,7 +119,7 @@ def test_a_texts_loss_does_not_know_what_is_beside_it(tmp_path, rope):
     directory = written(tmp_path, kind, rope_parameters=dict(rope), **said)
     docs = documents(128, (12, 40, 30))
     module = ours(directory, 48)
-    assert has_length_scaling(module.config)
+    assert has_length_dependent_scaling(module.config)
     together = our_loss(module, *(row(doc) for doc in docs))
     alone = sum(our_loss(module, row(doc)) for doc in docs)
     again = sum(our_loss(module, row(doc)) for doc in reversed(docs))

@@ -18,7 +18,7 @@ from hpc_tune.model.quantized_base import FourBitLinear
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import measure, static_bytes
+from hpc_tune.step.size import measure_model_size, static_bytes
 from tests.support.nf4 import unpack_linears, values_of
 from tests.support.regions import regions_of
 from tests.support.training import give_manifest
@@ -166,8 +166,8 @@ def test_casting_the_model_leaves_the_scales_as_they_are(base):
 
 
 def test_the_bytes_of_a_4_bit_base_are_counted_before_they_exist(base):
-    packed = measure(build(base, torch.float32, QLORA, 0).module)
-    whole = measure(build(base, torch.float32, TuneConfig(rank=4, alpha=8.0), 0).module)
+    packed = measure_model_size(build(base, torch.float32, QLORA, 0).module)
+    whole = measure_model_size(build(base, torch.float32, TuneConfig(rank=4, alpha=8.0), 0).module)
     assert packed.num_frozen == whole.num_frozen
     values = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 352)  # of the blocks' matrices
     assert whole.frozen_bytes - packed.frozen_bytes == 4 * values - values // 2

@@ -9,7 +9,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantized_base import FourBitStack, find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.step.size import flops_per_token, measure
+from hpc_tune.step.size import flops_per_token, measure_model_size
 from tests.support.mixtures import write_mixture
 from tests.support.regions import regions_of
 
@@ -96,9 +96,9 @@ def test_a_rank_reads_the_experts_that_it_keeps(tmp_path, rows, width):
     write_regions(tmp_path / "model.safetensors", regions_of({"w": values}))
     index = index_model_directory(tmp_path)
     stack = FourBitStack(values, torch.float32)
-    packed = torch.empty(5, 1, stack.row_bytes, dtype=torch.uint8)
+    packed = torch.empty(5, 1, stack.expert_bytes, dtype=torch.uint8)
     stack.fill(packed, (0, 0, 0), index, "w")
-    some = torch.empty(2, 1, stack.row_bytes, dtype=torch.uint8)
+    some = torch.empty(2, 1, stack.expert_bytes, dtype=torch.uint8)
     stack.fill(some, (2, 0, 0), index, "w")
     assert torch.equal(some, packed[2:4])
     wanted = torch.stack([rounded(matrix) for matrix in values])
@@ -108,7 +108,7 @@ def test_a_rank_reads_the_experts_that_it_keeps(tmp_path, rows, width):
 
 def test_stacks_take_a_bit_more_than_half_a_byte_per_value_and_the_flops_of_whole_ones(mixtures):
     packed, whole = (build(mixtures["mixtral"], torch.bfloat16, tune, 0) for tune in (QLORA, LORA))
-    small, large = measure(packed.module), measure(whole.module)
+    small, large = measure_model_size(packed.module), measure_model_size(whole.module)
     assert small.num_frozen == large.num_frozen
     assert flops_per_token(small, packed.config, 64) == flops_per_token(large, whole.config, 64)
     modules = dict(whole.module.named_modules())

@@ -13,7 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hpc_tune.model import faster_layers
-from hpc_tune.model.faster_layers import use_rms_norm
+from hpc_tune.model.faster_layers import use_faster_rms_norm
 
 SHAPE = 3, 7, 96
 
@@ -39,7 +39,7 @@ def out_and_grads(norm, dtype):
 def test_in_fp32_values_and_gradients_are_transformers(kind, uses_torch):
     stock = norm_of(kind)
     replaced = copy.deepcopy(stock)
-    assert use_rms_norm([replaced], uses_torch) == 1
+    assert use_faster_rms_norm([replaced], uses_torch) == 1
     pairs = zip(
         out_and_grads(replaced, torch.float32), out_and_grads(stock, torch.float32), strict=True
     )
@@ -64,7 +64,7 @@ def test_in_bf16_they_are_as_exact_as_transformers(uses_torch):
     wanted = grads(exact, torch.float32)
     stock = norm_of(dtype=torch.bfloat16)
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced], uses_torch)
+    use_faster_rms_norm([replaced], uses_torch)
     found = zip(grads(replaced, torch.bfloat16), grads(stock, torch.bfloat16), wanted, strict=True)
     for ours, theirs, true in found:
         assert (ours - true).norm() <= 1.02 * (theirs - true).norm()
@@ -78,7 +78,7 @@ def test_only_the_input_is_kept_and_in_its_own_dtype():
         return tensor
 
     norm = norm_of(dtype=torch.bfloat16).requires_grad_(False)
-    use_rms_norm([norm])
+    use_faster_rms_norm([norm])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         norm(torch.randn(SHAPE, dtype=torch.bfloat16, requires_grad=True))
     assert sorted(kept, key=str) == sorted(
@@ -95,7 +95,7 @@ def test_only_the_input_is_kept_and_in_its_own_dtype():
 def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair(uses_torch):
     stock = norm_of()
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced], uses_torch)
+    use_faster_rms_norm([replaced], uses_torch)
     x = torch.randn(SHAPE, dtype=torch.bfloat16)
     assert replaced(x).dtype == torch.float32
     assert torch.equal(replaced(x), stock(x))
@@ -105,13 +105,13 @@ def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair(uses_torch
 @pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm])
 def test_norms_of_another_form_are_left_alone(kind, uses_torch):
     """Gemma's weights are stored less 1."""
-    assert use_rms_norm([norm_of(kind)], uses_torch) == 0
+    assert use_faster_rms_norm([norm_of(kind)], uses_torch) == 0
 
 
 def test_torchs_norm_is_one_operator():
     """On a GPU that operator is one kernel forward and one backward."""
     norm, seen = norm_of(dtype=torch.bfloat16).requires_grad_(False), []
-    use_rms_norm([norm], uses_torch=True)
+    use_faster_rms_norm([norm], uses_torch=True)
 
     class Seen(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -156,11 +156,11 @@ def test_what_counts_is_what_a_class_computes_and_not_its_source():
             super().__init__(size)
             self.weight = None
 
-    assert use_rms_norm([norm_of(LimitedRMSNorm)]) == 0
-    assert use_rms_norm([norm_of(OtherwiseWrittenRMSNorm)]) == 1
-    assert use_rms_norm([FreeRMSNorm(8)]) == 0
+    assert use_faster_rms_norm([norm_of(LimitedRMSNorm)]) == 0
+    assert use_faster_rms_norm([norm_of(OtherwiseWrittenRMSNorm)]) == 1
+    assert use_faster_rms_norm([FreeRMSNorm(8)]) == 0
 
 
 def test_a_norm_on_the_meta_device_is_tried_on_values_all_the_same():
     with torch.device("meta"):
-        assert use_rms_norm([LlamaRMSNorm(8), GemmaRMSNorm(8)]) == 1
+        assert use_faster_rms_norm([LlamaRMSNorm(8), GemmaRMSNorm(8)]) == 1

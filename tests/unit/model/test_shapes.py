@@ -10,7 +10,7 @@ from hpc_tune.model.config_json import (
     refuse_weightless_shape,
     resolve_model_directory,
 )
-from hpc_tune.step.size import measure
+from hpc_tune.step.size import measure_model_size
 
 # (hidden, wide, layers, width of queries, width of keys and of values, vocabulary)
 LLAMA_8B = (4096, 14336, 32, 4096, 1024, 128256)
@@ -81,7 +81,7 @@ def deepseek(hidden=7168, layers=61, dense=3, experts=256, vocab=129280):
 def test_a_shape_has_the_published_number_of_parameters(name, published, counted):
     directory = resolve_model_directory(f"shape:{name}")
     built = build(directory, torch.bfloat16, TuneConfig(method="full"), 0, weights=False)
-    assert measure(built.module).num_parameters == counted
+    assert measure_model_size(built.module).num_parameters == counted
     assert counted == pytest.approx(published, abs=0.005e9)
 
 

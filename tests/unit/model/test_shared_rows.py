@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from hpc_tune.autotune.candidates import row_sharing_layouts
 from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, costliest_batch, padding_batch
 from hpc_tune.data.packed_rows import make_batch
-from hpc_tune.model.objective import AnswerLogProbabilities, Preference, TokenSum
+from hpc_tune.model.objective import AnswerLogProbabilities, PreferenceObjective, TokenSum
 from hpc_tune.model.shared_rows import (
     RankHeadsView,
     RowShard,
@@ -21,10 +21,10 @@ from hpc_tune.model.shared_rows import (
     shard_batch_to_rank,
     shard_documents,
 )
-from hpc_tune.plan.resolve import gathered_keys_warnings
+from hpc_tune.plan.resolve import kv_gathering_warnings
 from hpc_tune.step.layout import Layout, row_sharing_problems
 from hpc_tune.step.slices import splits_heads
-from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
+from hpc_tune.train.startup.architecture_check import StackedSharedRows, check_architecture
 from tests.support.older_transformers import skip_without
 
 
@@ -126,7 +126,7 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
         counts = torch.tensor([[n, 0] for n in (5, 8, 4, 7, 9, 6)])
         labels = torch.tensor([rng.random() < 0.5 for _ in range(6)])
         pairs = PreferencePairs(counts, -torch.rand(6, 2), labels, kl=0.1)
-    batch, objective = replace(batch, pairs=pairs), Preference(name, beta=0.3, gamma=0.2)
+    batch, objective = replace(batch, pairs=pairs), PreferenceObjective(name, beta=0.3, gamma=0.2)
     torch.manual_seed(1)
     losses_N = torch.rand(batch.num_loss_tokens, requires_grad=True)
     whole = objective.sums(losses_N, batch)
@@ -176,7 +176,7 @@ def stacked(tensors, size, is_head_tail):
 def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups, size):
     torch.manual_seed(0)
     whole = [torch.randn(1, n, 24, 4) for n in (heads, groups, groups)]
-    parts = StackedShare(size).attend(
+    parts = StackedSharedRows(size).attend(
         lambda rank, *heads: attend_causally(*heads), *stacked(whole, size, False)
     )
     assert torch.allclose(parts.flatten(0, 1), attend_causally(*whole)[0], atol=1e-6)
@@ -191,7 +191,7 @@ def test_own_queries_have_the_keys_of_whole_rows(size):
     def attend(rank, *inputs):
         return attend_causally(*inputs, RowShard(rank, size, True).shard_to_rank(mask, 0))
 
-    found = StackedShare(size, True).attend(attend, *stacked(whole, size, True))
+    found = StackedSharedRows(size, True).attend(attend, *stacked(whole, size, True))
     out = attend_causally(*whole).transpose(1, 2)
     assert torch.allclose(found.transpose(1, 2), stacked([out], size, True)[0], atol=1e-6)
 
@@ -279,16 +279,16 @@ def test_what_does_not_divide_is_refused_with_what_does():
         "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
     assert row_sharing_problems(config, Layout(2, 2, context=2)) == []
-    assert gathered_keys_warnings(config, Layout(2, 2, context=2)) == []
-    [warning] = gathered_keys_warnings(config, Layout(2, 2, context=4))
+    assert kv_gathering_warnings(config, Layout(2, 2, context=2)) == []
+    [warning] = kv_gathering_warnings(config, Layout(2, 2, context=4))
     assert warning == (
         "parallel.context=4 does not divide the 6 attention heads of a rank: in each layer every "
         "rank gathers the keys and values of whole rows; 2 would exchange heads"
     )
     fused = AutoConfig.for_model("phi3", num_attention_heads=6, num_key_value_heads=2)
     assert (splits_heads(config), splits_heads(fused)) == (True, False)
-    assert gathered_keys_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
-    assert not gathered_keys_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
+    assert kv_gathering_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
+    assert not kv_gathering_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
     [why] = row_sharing_problems(config, Layout(1, 4, context=3))
     assert "which it must divide; use 1 or 2 or 4" in why
     [why] = row_sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
@@ -303,7 +303,7 @@ def test_of_a_model_whose_layers_differ_in_heads_whole_rows_alone_are_laid_out()
         def num_attention_heads(self):
             raise RuntimeError("a per-layer attribute")  # as transformers says it
 
-    assert gathered_keys_warnings(Mixed(), Layout(2, 2)) == []
+    assert kv_gathering_warnings(Mixed(), Layout(2, 2)) == []
     [why] = row_sharing_problems(Mixed(), Layout(2, 2, context=2))
     assert "a mixed model differ in their numbers of heads" in why
     assert row_sharing_layouts([Layout(2, 2)], Mixed(), 1, 8) == ([], [])

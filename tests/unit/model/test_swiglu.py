@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.model.faster_layers import use_swiglu
+from hpc_tune.model.faster_layers import use_faster_swiglu
 
 
 def block_of(family, **more):
@@ -31,7 +31,7 @@ def grads_of(mlp, x, run):
 def test_the_same_bits_as_transformers(dtype, recomputed):
     stock = block_of("llama").to(dtype)
     replaced = copy.deepcopy(stock)
-    assert use_swiglu([replaced]) == 1
+    assert use_faster_swiglu([replaced]) == 1
     x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
 
     def run(x):
@@ -56,20 +56,23 @@ def test_one_tensor_less_is_kept():
 
     block = block_of("llama")
     before = kept_by(block)
-    use_swiglu([block])
+    use_faster_swiglu([block])
     assert len(kept_by(block)) == len(before) - 1 == 3
 
 
 @pytest.mark.parametrize(("family", "more"), [("gemma", {}), ("llama", {"hidden_act": "gelu"})])
 def test_other_activations_are_left_alone(family, more):
-    assert use_swiglu([block_of(family, **more)]) == 0
+    assert use_faster_swiglu([block_of(family, **more)]) == 0
 
 
 def test_what_counts_is_what_a_class_computes_and_not_its_source():
     """Seed-OSS drops some of an MLP's results, after the same line of code as Llama's."""
     dropping = {"residual_dropout": 0.5, "attention_dropout": 0.0}
-    assert use_swiglu([block_of("seed_oss", **dropping).train()]) == 0
-    assert use_swiglu([block_of("seed_oss", **dropping | {"residual_dropout": 0.0}).train()]) == 1
+    assert use_faster_swiglu([block_of("seed_oss", **dropping).train()]) == 0
+    assert (
+        use_faster_swiglu([block_of("seed_oss", **dropping | {"residual_dropout": 0.0}).train()])
+        == 1
+    )
 
     class LimitedMlp(type(block_of("llama").mlp)):
         def forward(self, x):
@@ -77,12 +80,12 @@ def test_what_counts_is_what_a_class_computes_and_not_its_source():
 
     block = block_of("llama")
     block.mlp.__class__ = LimitedMlp
-    assert use_swiglu([block]) == 0
+    assert use_faster_swiglu([block]) == 0
 
 
 def test_an_mlp_on_the_meta_device_is_tried_on_values_all_the_same():
     with torch.device("meta"):
-        assert use_swiglu([block_of("llama")]) == 1
+        assert use_faster_swiglu([block_of("llama")]) == 1
 
 
 def test_layers_of_one_class_are_told_apart_by_their_attributes():
@@ -97,5 +100,5 @@ def test_layers_of_one_class_are_told_apart_by_their_attributes():
     for block in blocks:
         block.mlp.__class__ = SometimesLimitedMlp
     blocks[1].mlp.limit = 7.0
-    assert use_swiglu(blocks) == 2
+    assert use_faster_swiglu(blocks) == 2
     assert "forward" not in vars(blocks[1].mlp)

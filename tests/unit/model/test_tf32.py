@@ -7,16 +7,20 @@ from torch import nn
 from hpc_tune.config.load import load_config
 from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.train.startup.describe import describe_arithmetic
-from hpc_tune.world.device import Architecture
+from hpc_tune.world.device import GpuArchitecture
 
-AMPERE, TURING, AMD = Architecture((8, 0)), Architecture((7, 5)), Architecture(gfx="gfx942")
+AMPERE, TURING, AMD = (
+    GpuArchitecture((8, 0)),
+    GpuArchitecture((7, 5)),
+    GpuArchitecture(gfx="gfx942"),
+)
 
 
 @pytest.mark.parametrize(
     ("words", "dtype", "architecture", "in_tf32"),
     [
         ([], torch.float32, AMPERE, True),
-        ([], torch.float32, Architecture((9, 0)), True),
+        ([], torch.float32, GpuArchitecture((9, 0)), True),
         ([], torch.float32, TURING, False),
         ([], torch.float32, None, False),
         ([], torch.float32, AMD, False),

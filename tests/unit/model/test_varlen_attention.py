@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 from hpc_tune.batch import Batch, costliest_batch, padding_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.engine.context_parallel import share_attention
+from hpc_tune.engine.context_parallel import parallelize_attention
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
@@ -30,7 +30,7 @@ from hpc_tune.model.varlen_attention import (
     make_document_starts,
     varlen_kernel_fault,
 )
-from hpc_tune.train.startup.architecture_check import StackedShare, stack_parts
+from hpc_tune.train.startup.architecture_check import StackedSharedRows, stack_shards
 from tests.support.varlen_on_cpu import CALLS, HAS_WINDOWS, use_cpu_kernels
 
 BY_NAME = pytest.mark.skipif(
@@ -273,13 +273,13 @@ def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_th
     wanted = loss_and_grads(module)[0]
     CALLS.clear()
     module.kernel_has_windows = windows
-    share_attention(module, StackedShare(2, is_head_tail))
+    parallelize_attention(module, StackedSharedRows(2, is_head_tail))
     ranks = [RowShard(rank, 2, is_head_tail) for rank in range(2)]
     losses = []
     for row in range(3):
         tensors = (tensor[row : row + 1] for tensor in whole.tensors)
         one = replace(Batch(*tensors, 16, 16, row), document_lengths=LENGTHS[row : row + 1])
-        losses.append(module(stack_parts([shard_batch_to_rank(one, part) for part in ranks])))
+        losses.append(module(stack_shards([shard_batch_to_rank(one, part) for part in ranks])))
     assert sum(losses).item() == pytest.approx(wanted, rel=1e-6)
     assert {call["before"] for call in CALLS} == ({2} if windows else set())
 

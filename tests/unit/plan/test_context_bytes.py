@@ -9,11 +9,11 @@ from hpc_tune.plan.memory_model import (
     GPU_CONTEXT_BYTES,
     NCCL_GROUP_BYTES,
     NVLS_BYTES,
+    fits_without_plan,
     gpu_overhead_bytes,
-    upper_bound_bytes,
-    upper_bound_fits,
+    max_step_bytes,
 )
-from hpc_tune.step.layout import Layout, num_groups
+from hpc_tune.step.layout import Layout, num_process_groups
 from hpc_tune.step.size import ModelSize
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ GIB = 1 << 30
     ],
 )
 def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):
-    assert num_groups(layout, uses_fsdp) == num
+    assert num_process_groups(layout, uses_fsdp) == num
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,10 @@ def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):
     ],
 )
 def test_the_ends_of_a_pipeline_that_train_one_weight_have_a_group(layout, more):
-    assert num_groups(layout, False, ties_ends=True) == num_groups(layout, False) + more
+    assert (
+        num_process_groups(layout, False, ties_ends=True)
+        == num_process_groups(layout, False) + more
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,9 +68,9 @@ def test_nccl_takes_memory_for_each_group_and_once_for_nvls(ranks, device, group
 
 def test_a_device_that_the_context_fills_is_never_said_to_have_room():
     layout, tiny = Layout(1, 8), Machine(1, 8, 3 * GIB, 64 * GIB)
-    beside = gpu_overhead_bytes(tiny, num_groups(layout, uses_fsdp=True))
+    beside = gpu_overhead_bytes(tiny, num_process_groups(layout, uses_fsdp=True))
     assert beside > GPU_CONTEXT_BYTES
     model = SimpleNamespace(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    most = upper_bound_bytes(ModelSize(0, 100, 0, 400), layout, model, 0, tiny)
+    most = max_step_bytes(ModelSize(0, 100, 0, 400), layout, model, 0, tiny)
     assert most >= beside
-    assert not upper_bound_fits(most, tiny)
+    assert not fits_without_plan(most, tiny)

@@ -5,7 +5,7 @@ from transformers import FalconConfig, LlamaConfig, LongcatFlashConfig, Nemotron
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.policy import STATE_SHARE
+from hpc_tune.memory.policy import MODEL_STATE_MEMORY_SHARE
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import check_layout, choose_layout, choose_reshard, resolve, with_layout
 from hpc_tune.step.layout import Layout
@@ -96,7 +96,7 @@ def test_a_model_that_a_node_can_hold_is_sharded_within_each(
     world_size, ranks_per_node, axes, expected
 ):
     quarter = static_bytes(FULL, Layout(1, 4))
-    room = int(quarter / STATE_SHARE) + 1
+    room = int(quarter / MODEL_STATE_MEMORY_SHARE) + 1
     parallel = ParallelConfig(**axes)
     assert choose_layout(parallel, world_size, FULL, room, ranks_per_node)[0] == expected
 
@@ -159,7 +159,7 @@ def test_zero_keeps_its_axes_unset():
 def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_their_own():
     """Three ranks on two nodes: the machine has two for each."""
     quarter = static_bytes(FULL, Layout(1, 4))
-    machine = Machine(2, 4, int(quarter / STATE_SHARE) + 1, 0)
+    machine = Machine(2, 4, int(quarter / MODEL_STATE_MEMORY_SHARE) + 1, 0)
     even, uneven = (
         resolve(ParallelConfig(), FULL, LlamaConfig(), machine, num_ranks).layout
         for num_ranks in (8, 6)

@@ -227,7 +227,7 @@ def by_name(
         config.checkpoint,
         step_tokens=1024,
         compile_threads=threads if config.train.compile else None,
-        is_governed=config.memory.governor == "on",
+        has_governor=config.memory.governor == "on",
         save=save,
         form=config.tune.form,
         has_reference=config.tune.has_reference,

@@ -50,7 +50,7 @@ def test_a_configuration_is_changed_by_whole_names():
 
 @pytest.mark.full
 def test_what_a_plan_of_several_rows_advises_does_fit(capsys, monkeypatch):
-    monkeypatch.setattr(report, "_CHECK_LIMIT_S", 900.0)  # on a busy machine, too
+    monkeypatch.setattr(report, "_REMEDY_CHECKS_LIMIT_S", 900.0)  # on a busy machine, too
     words = ["plan", "--cpu", "--gpus-per-node", "1", "--host-memory", "24GiB"]
     words += ["model.path=shape:llama3-8b", "batch.micro_size=8", "data.seq_len=8192"]
     assert cli.main(words) == 1

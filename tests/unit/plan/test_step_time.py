@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.plan.step_time import Compute, Network, StepWork, step_time
+from hpc_tune.plan.step_time import ComputeTimes, Network, StepWork, step_time
 from hpc_tune.probe.links import CollectiveTime, Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, WeightGroup
@@ -28,7 +28,7 @@ ADAPTERS = ModelSize(400_000_000, 250_000, 800_000_000, 1_000_000, 0, (BASE, OF_
 ALL = ModelSize(0, 200_000_000, 0, 800_000_000, 0, (TRAINED,))
 MODEL = model(8, head_blocks=2)
 # 0.1 s per token: 8 blocks of 0.01 s and a head of two blocks.
-COMPUTE = Compute(block_s=0.01, head_s=0.02, update_s=0.0)
+COMPUTE = ComputeTimes(block_s=0.01, head_s=0.02, update_s=0.0)
 
 
 def network(size, rate, latency=0.0, nodes=None, slow=(), lanes=1.0):
@@ -76,7 +76,7 @@ def test_a_sharded_base_is_gathered_as_often_as_it_is_dropped(reshard, gathering
 
 
 def test_gathering_hides_behind_compute_where_it_can():
-    hides = Compute(0.01, 0.02, 0.0, overlaps=True)
+    hides = ComputeTimes(0.01, 0.02, 0.0, overlaps=True)
     found = seconds(Layout(1, 4), network(4, 1e9), compute=hides)
     assert found.seconds == pytest.approx(2 + 4 * 0.6 - 2 + 1.5e-3)
     first_s = 2 * 2 * 0.06 / 9  # of nine units, in each of two micro-batches
@@ -140,7 +140,7 @@ def test_each_stage_of_a_pipeline_sums_up_its_own_blocks():
     net, layout = network(8, 1e6), Layout(1, 1, 2, 4)
     settings = ParallelConfig(reshard="block")
     for head_s, blocks in ((0.024, (3, 3, 3, 1)), (0.0, (3, 3, 2, 2))):
-        compute = Compute(block_s=0.01, head_s=head_s, update_s=0.0)
+        compute = ComputeTimes(block_s=0.01, head_s=head_s, update_s=0.0)
         work = StepWork(ADAPTERS, model(10, head_s / 0.01), 8, 10, 2)
         found = step_time(work, layout, range(8), settings, 1, compute, net)
         stages_s = [num * (10 * 0.01 / 2 + 4 * one_s) for num in blocks]
@@ -151,7 +151,7 @@ def test_each_stage_of_a_pipeline_sums_up_its_own_blocks():
 
 
 def test_where_processors_are_shared_a_waiting_rank_gives_its_own_away():
-    shared = Compute(0.01, 0.02, 0.0, sharing=2.0)
+    shared = ComputeTimes(0.01, 0.02, 0.0, sharing=2.0)
     # Four ranks on two cores do not compute faster than two.
     four, two, one = (
         seconds(Layout(n, 1), network(4, 1e15), compute=shared).seconds for n in (4, 2, 1)
@@ -200,7 +200,7 @@ def test_what_collectives_were_measured_to_take_corrects_what_links_promise():
 
 
 def test_each_collective_waits_for_its_ranks_as_a_tree_does():
-    waits = Compute(0.01, 0.02, 0.0, sync_s=0.1)
+    waits = ComputeTimes(0.01, 0.02, 0.0, sync_s=0.1)
     net = network(4, 1e15)
     # adapters, and the four small sums of a step
     assert seconds(Layout(4, 1), net, compute=waits).comm_s == pytest.approx(5 * 0.1)
@@ -212,7 +212,7 @@ def test_each_collective_waits_for_its_ranks_as_a_tree_does():
 
 
 def test_gathered_weights_take_new_memory_and_a_copy():
-    copies = Compute(0.01, 0.02, 0.0, unshard_s=1e-9)
+    copies = ComputeTimes(0.01, 0.02, 0.0, unshard_s=1e-9)
     found = seconds(Layout(1, 4), network(4, 1e15), compute=copies, reshard="step")
     assert found.comm_s == pytest.approx(0.8)
 

@@ -32,7 +32,7 @@ from hpc_tune.plan.traced_memory import (
     attention_scratch_bytes,
 )
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import measure, static_bytes
+from hpc_tune.step.size import measure_model_size, static_bytes
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
@@ -130,7 +130,7 @@ def test_moments_in_8_bits_are_a_byte_each_and_a_scale_for_256():
     assert report["optimizer_bytes"] == 2 * (num_values + 4 * num_values // 256)
     shape, tune = resolve_model_directory("shape:llama3-8b"), TuneConfig(method="full")
     built = build(shape, torch.bfloat16, tune, 0, weights=False)
-    account = static_bytes(measure(built.module, is_8bit=True), Layout(1, 8))
+    account = static_bytes(measure_model_size(built.module, is_8bit=True), Layout(1, 8))
     assert account == pytest.approx(sum(report[n] for n in STATE), rel=1e-3)  # but for norms
 
 
@@ -183,7 +183,7 @@ def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     report = trace(name, world)
     shape = resolve_model_directory(f"shape:{name.replace('_', '-')}")
     built = build(shape, torch.bfloat16, TuneConfig(), 0, weights=False)
-    assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
+    assert static_bytes(measure_model_size(built.module), layout) == sum(report[n] for n in STATE)
 
 
 def small_llama(folder: Path, **more: Any) -> None:
@@ -334,7 +334,7 @@ def test_what_a_heap_takes_is_counted_beside_what_is_mapped():
     memory = TracedMemory(heap_block_bytes=1 << 20)
     with FakeTensorMode(), memory.watch():
         before = torch.zeros(1 << 16)  # it was there before the phase
-        memory.begin()
+        memory.begin_phase()
         assert memory.heap_peak_bytes == memory.live_bytes == 1 << 18
         small, large = torch.zeros(1 << 17), torch.zeros(1 << 20)
         most = memory.heap_peak_bytes
@@ -343,7 +343,7 @@ def test_what_a_heap_takes_is_counted_beside_what_is_mapped():
         del small, large
         more = torch.zeros(1 << 10)
         assert memory.heap_peak_bytes == most
-        memory.begin()
+        memory.begin_phase()
         assert memory.heap_peak_bytes == memory.live_bytes == (1 << 18) + (1 << 12)
         del before, more
 
@@ -364,10 +364,10 @@ def test_gloo_makes_a_copy_of_what_it_gathers_for_as_long_as_it_takes(monkeypatc
 def test_a_trimmed_heap_keeps_what_is_alive_and_is_used_again_in_its_holes():
     memory = TracedMemory(heap_block_bytes=1 << 20)
     with FakeTensorMode(), memory.watch():
-        memory.begin()
+        memory.begin_phase()
         blocks = [torch.empty(1 << 19, dtype=torch.uint8) for _ in range(16)]  # 8 MiB
         del blocks[::2]
-        memory.begin(is_trimmed=True)
+        memory.begin_phase(is_trimmed=True)
         assert 4 << 20 <= memory.heap_peak_bytes < (4 << 20) + (1 << 18)
         more = [torch.empty(1 << 18, dtype=torch.uint8) for _ in range(8)]  # 2 MiB
         assert 6 << 20 <= memory.heap_peak_bytes < (6 << 20) + (1 << 18)
@@ -378,7 +378,7 @@ def test_kernels_of_products_in_16_bits_stay_in_the_heap():
     memory = TracedMemory(heap_block_bytes=1 << 25)
     for dtype, least, most in ((torch.float32, 0, 10), (torch.bfloat16, 10, 11)):
         with FakeTensorMode(), memory.watch():
-            memory.begin()
+            memory.begin_phase()
             for width in range(1, 11):
                 factor = torch.empty(16, width, dtype=dtype)
                 for _ in range(2):
@@ -390,7 +390,7 @@ def test_a_product_that_is_grouped_by_expert_fills_the_kernels_that_are_kept():
     memory = TracedMemory(heap_block_bytes=1 << 25)
     for dtype, kept in ((torch.float32, 0), (torch.bfloat16, ONEDNN_CACHE_SIZE)):
         with FakeTensorMode(), memory.watch():
-            memory.begin()
+            memory.begin_phase()
             x_SI, weight_EIO = torch.empty(32, 16, dtype=dtype), torch.empty(4, 16, 8, dtype=dtype)
             if dtype == torch.bfloat16:
                 torch_versions.grouped_mm(x_SI, weight_EIO, offs=torch.ones(4).int())
@@ -472,7 +472,7 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
         done = subprocess.run(
             words, input=given, capture_output=True, text=True, check=True, env=past
         )
-        planned, taken = planned + heap.reach, taken + int(done.stdout)
+        planned, taken = planned + heap.max_end, taken + int(done.stdout)
         alive_at_most += most
     print(f"alive {alive_at_most >> 20} MiB, planned {planned >> 20}, glibc {taken >> 20}")
     assert planned == pytest.approx(taken, rel=0.1)

@@ -17,7 +17,7 @@ from hpc_tune.probe.links import (
     Link,
     Links,
     describe_links,
-    find_outliers,
+    describe_slow_links,
     format_rate,
     list_pair_rounds,
 )
@@ -422,24 +422,24 @@ def test_a_card_that_is_worse_than_on_other_nodes_is_named():
 
 
 def test_a_slow_pair_is_named_and_a_slow_node_is_named_once():
-    assert find_outliers(links(11e9, 11e9, 11e9, 11e9, 11e9, 0.4e9)) == [
+    assert describe_slow_links(links(11e9, 11e9, 11e9, 11e9, 11e9, 0.4e9)) == [
         "ranks 2-3 (across nodes): 400.0 MB/s, others up to 11.0 GB/s"
     ]
-    assert find_outliers(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
+    assert describe_slow_links(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
         "all links of node 3: 400.0 MB/s, others up to 11.0 GB/s"
     ]
     # Two such nodes, of which each has a link to the other.
-    assert find_outliers(links(0.4e9, 0.4e9, 0.4e9, 0.5e9, 0.5e9, 11e9)) == [
+    assert describe_slow_links(links(0.4e9, 0.4e9, 0.4e9, 0.5e9, 0.5e9, 11e9)) == [
         "all links of node 0: 400.0 MB/s, others up to 11.0 GB/s",
         "all links of node 1: 400.0 MB/s, others up to 11.0 GB/s",
     ]
-    assert find_outliers(links(*[1e9] * 6)) == []
-    assert find_outliers([]) == []
+    assert describe_slow_links(links(*[1e9] * 6)) == []
+    assert describe_slow_links([]) == []
 
 
 def test_pairs_within_a_node_are_not_compared_with_those_across():
     within = [Link((0, 1), (0, 0), 1e-6, 200e9), Link((2, 3), (1, 1), 1e-6, 200e9)]
-    assert find_outliers([*within, Link((0, 2), (0, 1), 1e-5, 10e9)]) == []
+    assert describe_slow_links([*within, Link((0, 2), (0, 1), 1e-5, 10e9)]) == []
 
 
 @pytest.mark.parametrize(

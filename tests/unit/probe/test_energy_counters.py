@@ -97,7 +97,7 @@ def test_a_counter_that_begins_again_goes_on(tmp_path, no_driver):
 def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
     tmp_path, no_driver, monkeypatch
 ):
-    monkeypatch.setattr(gpu_state, "READ_COUNTERS_EVERY_S", 0.01)
+    monkeypatch.setattr(gpu_state, "COUNTER_READ_INTERVAL_S", 0.01)
     used = iter([90.0, 30.0, 60.0, 0.0])  # twice beyond 100
     all_read = threading.Event()
     clock = Clock()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpc_tune.probe.matmuls import (
+    MatmulBenchmark,
     MatmulResult,
-    MatmulWork,
     exact_matrices,
     format_flops,
     measure_matmuls,
@@ -35,7 +35,7 @@ def test_the_exact_product_is_that_of_fp64_and_each_part_of_its_sums_is_exact(dt
 
 
 def test_a_cpu_multiplies_correctly():
-    work = MatmulWork(CPU)
+    work = MatmulBenchmark(CPU)
     work.warm_up()
     found = time_matmuls(work, 0.05, lambda: None)
     assert (found.dtype, found.size, found.error) == ("fp32", 768, "")
@@ -61,7 +61,7 @@ class Broken:
 
 @pytest.mark.parametrize("error", [1.0, 2.0**-16, float("nan")])
 def test_one_wrong_value_of_a_product_is_found(error):
-    work = MatmulWork(CPU, Broken(error))
+    work = MatmulBenchmark(CPU, Broken(error))
     work.warm_up()
     found = time_matmuls(work, 0.05, lambda: None)
     assert found.num_wrong == found.num_checked - 1
@@ -116,7 +116,7 @@ def test_a_gpu_is_waited_for_between_batches_alone():
     found = MatmulResult(**told["found"])
     assert told["waits"] == {
         "an event is waited for in probe/matmuls.py wait": found.num_checked,
-        "values are read in probe/matmuls.py count_wrong": 1,
+        "values are read in probe/matmuls.py count_wrong_results": 1,
     }
     assert (found.dtype, found.size) == ("bf16", 8192)
     assert found.flops_per_s == 2 * 8192**3 / 2e-3

@@ -21,9 +21,9 @@ from hpc_tune.report import watch as watching
 from hpc_tune.report.facts import (
     compare_predictions,
     describe_straggler,
-    key_numbers,
     list_starts,
-    time_by_kind,
+    summary_metrics,
+    time_breakdown,
 )
 from hpc_tune.report.figures import FIGURES, _heatmap_columns, draw_figures
 from hpc_tune.report.page import source_rows, verify_checkpoints, write_report
@@ -334,7 +334,7 @@ def test_a_start_that_was_refused_is_no_time_running(make):
     run = read_run(path)
     assert [start.seconds for start in list_starts(run)] == [20, 10]
     assert (list_starts(run)[0].begin_s, list_starts(run)[1].wait_s) == (BEGAN_S, 1000)
-    assert key_numbers(run)["time running"] == "30s in 2 starts"
+    assert summary_metrics(run)["time running"] == "30s in 2 starts"
     figure = dict((name, figure) for name, _, figure in draw_figures([run]))["timeline"]
     stops = [line for line in figure.axes[1].lines if line.get_marker() == "s"]
     assert [list(line.get_xdata()) for line in stops] == [[30.0]]
@@ -374,11 +374,11 @@ def test_a_held_out_loss_has_the_step_that_it_is_of_and_none_of_other_data_besid
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
     evals = [evaluated(0, 4.0, 4.0, BEGAN_S), evaluated(8, 3.0, 2.0, BEGAN_S + 17)]
     run = read_run(make("cut", [*steps, *evals], evals=False))
-    [(_, said)] = [(k, v) for k, v in key_numbers(run).items() if k.startswith("held-out loss")]
+    [(_, said)] = [(k, v) for k, v in summary_metrics(run).items() if k.startswith("held-out loss")]
     assert said == "4.0000 → 2.5000 (of step 8)"
     other = event("held_out", BEGAN_S + 16.5, step=8)
     run = read_run(make("other", [*steps, *evals], [other], evals=False))
-    [(_, said)] = [(k, v) for k, v in key_numbers(run).items() if k.startswith("held-out loss")]
+    [(_, said)] = [(k, v) for k, v in summary_metrics(run).items() if k.startswith("held-out loss")]
     assert said == "2.5000 → 2.5000 (of step 8)"
     assert [row[-1] for row in source_rows(run)] == ["3.0000 → 3.0000", "2.0000 → 2.0000"]
 
@@ -506,11 +506,11 @@ def test_waits_between_starts_are_no_running_time(make):
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] + later
     again = [event("start", BEGAN_S + 1020, size=4, total_steps=15)]
     run = read_run(make(steps=steps, events=again, evals=False))
-    assert key_numbers(run)["time running"] == "30s in 2 starts"
-    assert key_numbers(run)["goodput (steps that count)"] == "100%"  # 15 x 2 s
+    assert summary_metrics(run)["time running"] == "30s in 2 starts"
+    assert summary_metrics(run)["goodput (steps that count)"] == "100%"  # 15 x 2 s
     assert run.elapsed_s(BEGAN_S + 500) == 20
     assert run.elapsed_s(BEGAN_S + 1024) == 24
-    parts = dict(time_by_kind(run))
+    parts = dict(time_breakdown(run))
     assert parts["compute"] == "21s (70.0%)"  # 15 x (2 - 0.1 - 0.5)
     assert parts["messages, waiting for other ranks included"] == "8s (25.0%)"
     assert parts["total"] == "30s"
@@ -708,7 +708,7 @@ def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys
     outcome.write_heartbeat(word, outcome.heartbeat_path(run, 0))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         mark = replace(make_owner("abc", run), pid=process.pid)
-        mark = replace(mark, start=owner._process_start(process.pid))
+        mark = replace(mark, start=owner._process_start_ticks(process.pid))
         (run / owner.LOCK_FILE).write_text(json.dumps(asdict(mark)))
         assert read_run(run).state == "running"
         assert cli.main(["inspect", str(run)]) == 0

@@ -42,7 +42,7 @@ def test_shares_and_passes_are_those_of_the_tokens_that_were_learned(tmp_path):
         ("math", "held out", "", "", "", "3.0000 → 3.2500"),
     ]
     console = Console(width=120, file=io.StringIO())
-    console.print(watching._render_figures(run))
+    console.print(watching._render_metrics(run))
     shown = console.file.getvalue()
     assert "  math" in shown
     assert "3.2500" in shown

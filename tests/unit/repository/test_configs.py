@@ -14,7 +14,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.config_json import resolve_model_directory
 from hpc_tune.model.language import read_language_config
 from hpc_tune.plan.resolve import check_layout, choose_layout, open_shape
-from hpc_tune.step.size import ModelSize, measure
+from hpc_tune.step.size import ModelSize, measure_model_size
 
 FOLDER = Path(__file__).parents[3] / "configs"
 SHAPED = {
@@ -94,7 +94,7 @@ def memory_of(script):
 def weight_bytes(name):
     """Return the bytes of a model's files."""
     with open_shape(f"shape:{SHAPED[name]}", torch.bfloat16, TuneConfig(method="lora"), 0) as shape:
-        return measure(shape.build().module).frozen_bytes
+        return measure_model_size(shape.build().module).frozen_bytes
 
 
 @pytest.mark.parametrize("name", ["llama3_8b_lora", "llama3_70b_lora"])

@@ -101,7 +101,7 @@ def check_pbs(asked, script):
 def test_a_first_job_is_short_and_the_files_it_needs_are_on_its_page(site, name, tmp_path):
     (tmp_path / name).write_text(JOBS[site, name])
     config = load_config(str(tmp_path / name))
-    assert config.job.limit_s <= 1800
+    assert config.job.time_limit_s <= 1800
     assert config.job.nodes == 2
     assert config.batch.global_size % (2 * config.job.ranks_per_node) == 0
     files = files_of(commands_of(DOCS / "sites" / f"{site}.md"))

@@ -16,8 +16,8 @@ from hpc_tune.errors import EXIT_USER_ERROR, DataError, DiskError, NoRightError
 from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.model.weights import index_files
 from hpc_tune.rundir.json_lines import EventsWriter
-from hpc_tune.rundir.owner import AnothersError, RunLock, make_owner, require_permissions
-from hpc_tune.train.job import _make_run_dir
+from hpc_tune.rundir.owner import RunLock, RunPermissionError, make_owner, require_permissions
+from hpc_tune.train.job import _prepare_run_dir
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become two users")
 ANNA, BEN, GROUP = 61001, 61002, 62000
@@ -76,8 +76,8 @@ def test_a_start_of_another_user_is_refused_by_whose_files_they_are_and_changes_
     begin(run_dir, umask=0o022)
     before = contents(run_dir)
     lock = RunLock(run_dir, make_owner("nonce", run_dir), lambda _: None)
-    with user(BEN, GROUP), pytest.raises(AnothersError) as refused:
-        _make_run_dir(run_dir, lock, RunSettings(), lambda path: path.write_text("settings"))
+    with user(BEN, GROUP), pytest.raises(RunPermissionError) as refused:
+        _prepare_run_dir(run_dir, lock, RunSettings(), lambda path: path.write_text("settings"))
     said = str(refused.value)
     assert f"{run_dir}/events.jsonl is a file of user {ANNA} (group {GROUP}, mode 0644)" in said
     assert f"this runs as user {BEN}" in said
@@ -91,7 +91,7 @@ def test_who_is_not_in_the_files_group_is_told_of_chgrp_too(run_dir):
     begin(run_dir, umask=0o002)
     with (
         user(BEN),
-        pytest.raises(AnothersError, match="chgrp -R to a group that includes user 61002"),
+        pytest.raises(RunPermissionError, match="chgrp -R to a group that includes user 61002"),
     ):
         require_permissions(run_dir)
 
@@ -100,7 +100,7 @@ def test_who_is_not_in_the_files_group_is_told_of_chgrp_too(run_dir):
 def test_what_only_other_ranks_or_later_saves_write_is_found_at_the_start(run_dir, name):
     begin(run_dir, umask=0o002)
     (run_dir / name).chmod(0o755)
-    with user(BEN, GROUP), pytest.raises(AnothersError, match=f"{name} cannot be opened"):
+    with user(BEN, GROUP), pytest.raises(RunPermissionError, match=f"{name} cannot be opened"):
         require_permissions(run_dir)
 
 

@@ -15,7 +15,7 @@ import pytest
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir.owner import (
     LOCK_FILE,
-    MovedError,
+    RunDirMovedError,
     RunLock,
     find_owner,
     has_owner_died,
@@ -192,7 +192,7 @@ def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
     heard, told = threading.Event(), []
     own = mark(folder, lost=lambda error: (told.append(error), heard.set()))
     own.acquire()
-    own.remember_folder()
+    own.remember_folder_inode()
     failed = OSError("no such file")
     assert own.cause_of(failed) is failed
     folder.rename(tmp_path / "elsewhere")
@@ -200,7 +200,7 @@ def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
         folder.mkdir()
     assert heard.wait(60)
     assert f"run.dir={folder} was renamed, removed or replaced" in str(told[0])
-    assert isinstance(own.cause_of(failed), MovedError)
+    assert isinstance(own.cause_of(failed), RunDirMovedError)
     own.close()
     assert (tmp_path / "elsewhere" / LOCK_FILE).exists()
     assert not is_replaced or list(folder.iterdir()) == []

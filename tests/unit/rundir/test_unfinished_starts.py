@@ -35,7 +35,7 @@ def test_a_run_on_a_disk_that_is_full_is_not_taken_for_one_that_has_ended(tmp_pa
     ],
 )
 def test_the_ending_of_a_start_is_what_its_outcome_tells_if_that_is_whole(tmp_path, told, ending):
-    owner.note_start(tmp_path)
+    owner.write_start_file(tmp_path)
     noted = owner.read_unfinished_start(tmp_path)
     (tmp_path / "outcome.json").write_text(json.dumps(told))
     unknown = ("failed", owner._UNKNOWN_ENDING, 1)

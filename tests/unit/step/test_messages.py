@@ -46,11 +46,11 @@ def write_linear(folder):
     return folder
 
 
-def expected(folder, method, layout, micros, loss_share=1.0, recomputes=False, **parallel):
+def expected(folder, method, layout, micros, loss_token_fraction=1.0, recomputes=False, **parallel):
     built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
     settings = ParallelConfig(reshard="block", **parallel)
     return expected_bytes(
-        StepPlan.for_model(built, layout, settings, loss_share), micros, recomputes
+        StepPlan.for_model(built, layout, settings, loss_token_fraction), micros, recomputes
     )
 
 
@@ -97,7 +97,7 @@ def test_a_stage_of_a_heavy_head_has_fewer_blocks_and_rank_0_more(tied):
     """The head has 53% of a block's values, if all tokens carry loss, and more with many words."""
     assert VOCAB * HIDDEN / (2 * HIDDEN * (HIDDEN + KV) + 3 * HIDDEN * WIDE + 2 * HIDDEN) < 0.54
     sent = expected(tied, "full", Layout(1, 1, 2, 2), MICROS)
-    heavy = expected(tied, "full", Layout(1, 1, 2, 2), MICROS, loss_share=8.0)
+    heavy = expected(tied, "full", Layout(1, 1, 2, 2), MICROS, loss_token_fraction=8.0)
     # 5 and 5 blocks; and 7 and 3, with a head of 4.2
     assert heavy["all_reduce"] - sent["all_reduce"] == 2 * 4 * TOKENS * HIDDEN * 4
 

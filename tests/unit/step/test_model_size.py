@@ -13,7 +13,7 @@ from hpc_tune.step.size import (
     attention_flops,
     flops_per_token,
     max_activation_bytes,
-    measure,
+    measure_model_size,
     static_bytes,
     weight_flops_per_token,
 )
@@ -27,8 +27,8 @@ def test_values_and_bytes_are_counted_by_dtype_and_tied_ones_once(device):
         model.head = nn.Linear(4, 10, bias=False)
         model.head.weight = model.embed.weight
         model.base = nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)  # 20, bf16
-    assert measure(model) == ModelSize(20, 40, 20 * 2, 40 * 4)
-    assert measure(model).num_parameters == 60
+    assert measure_model_size(model) == ModelSize(20, 40, 20 * 2, 40 * 4)
+    assert measure_model_size(model).num_parameters == 60
 
 
 @pytest.mark.parametrize(

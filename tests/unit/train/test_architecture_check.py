@@ -196,7 +196,7 @@ def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
     kind, said, name, monkeypatch
 ):
     assert not check_architecture(config_of(kind, **said)).tensor
-    monkeypatch.setattr("hpc_tune.step.slices._PARTIAL_FOLLOWERS", {})
+    monkeypatch.setattr("hpc_tune.step.slices._PARTIAL_GRADIENT_FOLLOWERS", {})
     found = check_architecture(config_of(kind, **said))
     assert not found.loss
     assert f"{name} differs between slices" in found.tensor

@@ -24,7 +24,7 @@ from hpc_tune.train.startup.compile_trial import (
     check_compiled_blocks,
     check_compiled_blocks_cached,
     compare_steps,
-    decide_compile,
+    resolve_auto_compile,
 )
 
 LLAMA = AutoConfig.for_model("llama")
@@ -163,17 +163,17 @@ def job_on(device, config):
 def test_auto_is_decided_on_gpus_alone_and_by_the_trial(built, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hpc_tune")
     config = config_of()
-    assert decide_compile(job_on("cpu", config), built).compile == "auto"
+    assert resolve_auto_compile(job_on("cpu", config), built).compile == "auto"
     monkeypatch.setattr(compile_trial, "check_compiled_blocks_cached", lambda *_: "")
-    assert decide_compile(job_on("cuda", config), built).compile is True
+    assert resolve_auto_compile(job_on("cuda", config), built).compile is True
     monkeypatch.setattr(
         compile_trial, "check_compiled_blocks_cached", lambda *_: "this torch has none"
     )
-    assert decide_compile(job_on("cuda", config), built).compile is False
+    assert resolve_auto_compile(job_on("cuda", config), built).compile is False
     assert "blocks are not compiled: this torch has none" in caplog.text
     for value in ("true", "false"):
         asked = config_of(f"train.compile={value}")
-        assert decide_compile(job_on("cuda", asked), built) is asked.train
+        assert resolve_auto_compile(job_on("cuda", asked), built) is asked.train
 
 
 def test_a_trial_is_made_once_and_one_that_ended_by_an_exception_again(

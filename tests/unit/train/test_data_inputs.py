@@ -8,7 +8,7 @@ import torch
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import LazyTokenizer, open_or_prepare, open_sources
+from hpc_tune.train.data import LazyTokenizer, open_or_prepare_store, open_sources
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import World
 from tests.support.data import byte_tokenizer, chat, write_jsonl, zero_tokens
@@ -28,7 +28,7 @@ def model(tmp_path):
 def opened(path, model, run_dir):
     run_dir.mkdir(exist_ok=True)
     data = DataConfig(path=str(path), seq_len=100)
-    return open_or_prepare(str(path), data, LazyTokenizer(model, None), ALONE, run_dir)
+    return open_or_prepare_store(str(path), data, LazyTokenizer(model, None), ALONE, run_dir)
 
 
 def test_zeroed_tokens_are_refused_by_the_name_of_their_file(tmp_path, model):

@@ -334,7 +334,7 @@ def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
 
 
 def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monkeypatch):
-    outcome.reserve_outcome(tmp_path)
+    outcome.reserve_outcome_space(tmp_path)
     written = outcome.write_file
 
     def write_file(path, text):
@@ -352,7 +352,7 @@ def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
     outcome.write_outcome(outcome.Outcome("failed", "the first", None, 1), tmp_path)
     (tmp_path / outcome.RESERVE_FILE).mkdir()  # takes no bytes, as a full disk
     with pytest.raises(OSError, match="directory"):
-        outcome.reserve_outcome(tmp_path)
+        outcome.reserve_outcome_space(tmp_path)
     assert outcome.read_outcome(tmp_path)["reason"] == "the first"
 
 

@@ -35,7 +35,7 @@ class TwoRanks:
     def __init__(self, counts_rows: bool) -> None:
         self.world = SimpleNamespace(rank=0 if counts_rows else 1)
 
-    def gather_by_value(self, values):
+    def gather_elementwise(self, values):
         return [[value, value] for value in values]
 
 

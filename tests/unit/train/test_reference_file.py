@@ -14,7 +14,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny_model
 from hpc_tune.train import reference
 from hpc_tune.train.run import run
-from hpc_tune.world.device import Architecture
+from hpc_tune.world.device import GpuArchitecture
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, losses, train
 
@@ -40,7 +40,7 @@ def key_of(**changes):
     )
     train = SimpleNamespace(float8=said["float8"], tf32=said["tf32"], deterministic=False)
     built = SimpleNamespace(
-        identity=said["identity"],
+        architecture_hash=said["identity"],
         dtype=said["dtype"],
         seq_len=said["seq_len"],
         config=said["positions"],
@@ -84,7 +84,7 @@ def test_an_adapter_that_counts_by_another_scale_is_another_reference(tmp_path):
 
 def test_products_in_tf32_are_another_reference_where_a_gpu_has_them(monkeypatch):
     assert key_of(tf32=False) == key_of(tf32=True), "on a CPU"
-    monkeypatch.setattr(reference, "find_architecture", lambda _: Architecture((9, 0)))
+    monkeypatch.setattr(reference, "find_architecture", lambda _: GpuArchitecture((9, 0)))
     assert key_of(tf32=False) != key_of(tf32=True)
     in_bf16 = {key_of(tf32=tf32, dtype=torch.bfloat16) for tf32 in (False, True)}
     assert len(in_bf16) == 1

@@ -46,7 +46,7 @@ def test_rows_go_through_the_model_as_many_at_once_as_in_training(monkeypatch, m
 
         def batches(self, rows):
             seen.append(("taken", rows))
-            return iter([SimpleNamespace(mismatched=None, number=n) for n in range(4)])
+            return iter([SimpleNamespace(mismatched_batch=None, number=n) for n in range(4)])
 
         def documents_in(self, batch):
             return [batch.number]

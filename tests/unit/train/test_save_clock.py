@@ -145,7 +145,7 @@ def test_where_supervise_counts_its_lines_do(tmp_path):
     write(tmp_path, "events.jsonl", PAST)
     lost = FAILED | {"error": "LostHostError"}
     write(tmp_path, "starts.jsonl", [lost, lost, lost | {"asked": True}])
-    assert read_start_history(tmp_path).failures == 2
+    assert read_start_history(tmp_path).num_failures == 2
 
 
 def test_a_run_with_auto_says_how_far_apart_its_saves_are(tmp_path, monkeypatch, capfd):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.store import Store, verify_checkpoint
 from hpc_tune.checkpoint.writer import PinnedBlockPool, SaveReport, SaveReports
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import CheckpointConfig
@@ -60,7 +60,7 @@ def test_a_save_is_there_as_soon_as_it_is_written_and_takes_no_longer_for_a_long
         if (place, step) == ("step", 3):
             seen.append(wait_until(lambda: steps_in(tmp_path) == [2]))
             for path in Store(tmp_path / "checkpoints", keep=1).step_folders():
-                verify(path)
+                verify_checkpoint(path)
             time.sleep(STEP_S)
 
     assert trained(tmp_path, Faults(at=at), "checkpoint.every_steps=2") == 0

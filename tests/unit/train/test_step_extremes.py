@@ -42,23 +42,23 @@ def test_the_fullest_node_and_device_need_not_be_the_same_rank():
 
 def test_what_ranks_say_at_a_boundary_adds_up_in_any_order():
     """The terms of weighted tokens are no whole numbers."""
-    terms = [0.1, 1e16, 0.3, -1e16, 0.7]
+    loss_terms = [0.1, 1e16, 0.3, -1e16, 0.7]
 
     def heard(order):
-        own = [StepStatus(terms[rank], *(0.0,) * 7, (1.0,), (2.0,)) for rank in order]
+        own = [StepStatus(loss_terms[rank], *(0.0,) * 7, (1.0,), (2.0,)) for rank in order]
         beside = [RankUsage(work_s=float(rank)) for rank in order]
         rows = []
         for status, more in zip(own, beside, strict=True):
             comm = SimpleNamespace(
-                gather_by_value=lambda row: rows.append(row) or [[v] for v in row]
+                gather_elementwise=lambda row: rows.append(row) or [[v] for v in row]
             )
             status.exchange(comm, more)
-        everyone = SimpleNamespace(gather_by_value=lambda _: list(zip(*rows, strict=True)))
+        everyone = SimpleNamespace(gather_elementwise=lambda _: list(zip(*rows, strict=True)))
         status, said = own[0].exchange(everyone, beside[0])
         assert list(said.work_s) == order
         return status
 
     status = heard([0, 1, 2, 3, 4])
-    assert status.terms == math.fsum(terms)
+    assert status.loss_terms == math.fsum(loss_terms)
     assert (status.levels, status.loss_tokens_by_source) == ((5.0,), (10.0,))
     assert heard([3, 0, 4, 2, 1]) == status

@@ -21,7 +21,7 @@ from hpc_tune.checkpoint.store import (
     _hash_of,
     find_damage,
     read_state,
-    verify,
+    verify_checkpoint,
 )
 from hpc_tune.cluster.launchers import find_claim, rank_hint
 from hpc_tune.cluster.slurm import render
@@ -30,7 +30,7 @@ from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
 from hpc_tune.report.page import write_report
-from hpc_tune.report.watch import watch_runs
+from hpc_tune.report.watch import watch_run
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.json_lines import drop_lines_after
 from hpc_tune.units import parse_bytes, parse_seconds
@@ -147,7 +147,7 @@ ENTRIES = st.dictionaries(
 def test_what_manifests_say_of_files(folder, body):
     """Sealed by their own hash, as whoever writes one can seal it."""
     (folder / MANIFEST).write_text(json.dumps(body | {"sha256": _hash_of(body)}))
-    for look in (verify, read_state, find_damage):
+    for look in (verify_checkpoint, read_state, find_damage):
         try:
             look(folder)
         except CheckpointError as error:
@@ -165,7 +165,7 @@ def test_damaged_checkpoints(folder, drawn):
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     body = {"format": FORMAT, "files": {"rank-0-of-1.safetensors": entry}, "state": {}}
     (checkpoint / MANIFEST).write_text(json.dumps(body | {"sha256": _hash_of(body)}))
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
     changed = drawn if isinstance(drawn, bytes) else damaged(data, drawn)
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(changed)
     store = Store(checkpoint.parent, 1)
@@ -300,6 +300,6 @@ def test_what_lies_in_run_directories(folder, drawn):
     outcome.read_heartbeats(folder)
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
-        watch_runs(folder, 1.0, show_once=True)
+        watch_run(folder, 1.0, show_once=True)
     drop_lines_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

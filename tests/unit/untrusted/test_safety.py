@@ -230,7 +230,7 @@ def test_a_manifest_does_not_lead_out_of_its_checkpoint(tmp_path, name):
     manifest = body | {"sha256": store._hash_of(body)}
     (tmp_path / store.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="which is not in the checkpoint"):
-        store.verify(tmp_path)
+        store.verify_checkpoint(tmp_path)
 
 
 def test_a_run_of_somebody_else_does_not_export_a_file_of_mine_as_its_template(tmp_path):

@@ -9,7 +9,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import resolve_dtype
 from hpc_tune.model.float8 import check_float8
 from hpc_tune.model.kernels import explain_expert_loop
-from hpc_tune.world.device import Architecture, find_architecture
+from hpc_tune.world.device import GpuArchitecture, find_architecture
 
 GPU = torch.device("cuda", 0)
 
@@ -79,18 +79,18 @@ def test_an_amd_gpu_without_matrix_cores_has_none_of_it(monkeypatch):
 def test_of_nvidia_the_capability_counts(monkeypatch, capability, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     found = find_architecture(GPU)
-    assert found == Architecture(capability)
+    assert found == GpuArchitecture(capability)
     assert {name for name, has in can(found, {}).items() if has} == able
 
 
 @pytest.mark.parametrize(
     ("architecture", "has_fp16", "repeats"),
     [
-        (Architecture((6, 1)), False, True),
-        (Architecture((7, 0)), True, True),
-        (Architecture(gfx="gfx90a"), True, False),
-        (Architecture(gfx="gfx906"), True, False),
-        (Architecture(gfx="gfx803"), False, False),
+        (GpuArchitecture((6, 1)), False, True),
+        (GpuArchitecture((7, 0)), True, True),
+        (GpuArchitecture(gfx="gfx90a"), True, False),
+        (GpuArchitecture(gfx="gfx906"), True, False),
+        (GpuArchitecture(gfx="gfx803"), False, False),
     ],
 )
 def test_which_gpus_compute_in_fp16_and_with_the_same_bits(architecture, has_fp16, repeats):

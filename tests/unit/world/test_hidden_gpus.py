@@ -84,7 +84,7 @@ def test_devices_that_cannot_connect_name_what_is_hidden_before_the_network(monk
         raise RuntimeError("NCCL error: invalid device ordinal")
 
     monkeypatch.setattr(torch.distributed, "all_reduce", fails)
-    monkeypatch.setattr(bootstrap, "_new_groups", lambda *of: None)
+    monkeypatch.setattr(bootstrap, "_create_groups", lambda *of: None)
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     world = World(0, 2, 0, 2, 0, 1, "n0", "slurm")

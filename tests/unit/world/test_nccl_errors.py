@@ -143,6 +143,6 @@ def test_it_is_said_before_groups_are_made_and_on_gpus_alone(monkeypatch):
     monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", None, raising=False)
     world = SimpleNamespace(rank=0, size=1, label="rank 0 on n0")
     store = torch.distributed.HashStore()
-    bootstrap._new_groups(world, SimpleNamespace(type="cuda"), store, 10.0)
-    bootstrap._new_groups(world, SimpleNamespace(type="cpu"), store, 10.0)
+    bootstrap._create_groups(world, SimpleNamespace(type="cuda"), store, 10.0)
+    bootstrap._create_groups(world, SimpleNamespace(type="cpu"), store, 10.0)
     assert calls == ["errors", "group", "group"]

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.world import affinity
 from hpc_tune.world.affinity import (
-    CoreShare,
+    CoreAssignment,
     NumaNode,
     assign_cores,
     from_cpu_ranges,
@@ -210,8 +210,8 @@ threads = [threading.Thread(target=done.wait) for _ in range(2)]
 for thread in threads:
     thread.start()
 os.sched_setaffinity(threads[1].native_id, both)
-share = affinity.CoreShare(frozenset({other}), 1, 1, pin=True)
-affinity.apply_core_share(share, 1)
+share = affinity.CoreAssignment(frozenset({other}), 1, 1, pin=True)
+affinity.apply_core_assignment(share, 1)
 affinity.repin_threads_with_mask(frozenset({one}), share.cpus)
 masks = [os.sched_getaffinity(tid) for tid in (0, *(thread.native_id for thread in threads))]
 done.set()
@@ -299,10 +299,10 @@ def test_one_line_describes_the_world(shares, num_nodes, line):
 
 def test_an_inherited_thread_count_is_overridden_aloud(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    share = CoreShare(mask(0, 1), 2, 2, pin=False)
-    assert "OMP_NUM_THREADS=1 was set and is now 2" in affinity.apply_core_share(share, 2)
+    share = CoreAssignment(mask(0, 1), 2, 2, pin=False)
+    assert "OMP_NUM_THREADS=1 was set and is now 2" in affinity.apply_core_assignment(share, 2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
-    assert affinity.apply_core_share(share, 2) is None
+    assert affinity.apply_core_assignment(share, 2) is None
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hpc_tune.world.device import (
     enable_expandable_segments,
     gpus_can_map_memory,
     read_allocator_settings,
-    unread_allocator_warning,
+    unread_alloc_conf_warning,
 )
 
 SET = "expandable_segments:True"
@@ -81,7 +81,7 @@ def test_they_do_before_torch_is_imported():
 def test_what_torch_has_not_read_is_told_of(environ, settings, is_told, monkeypatch):
     snapshot = {"segments": [], "allocator_settings": settings}
     monkeypatch.setattr("torch.cuda.memory._snapshot", lambda: snapshot)
-    assert bool(unread_allocator_warning(environ, read_allocator_settings())) == is_told
+    assert bool(unread_alloc_conf_warning(environ, read_allocator_settings())) == is_told
 
 
 def test_a_torch_that_does_not_tell_what_it_has_read_is_believed(monkeypatch):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.discover import World, discover, make_host_key, number_nodes
+from hpc_tune.world.discover import World, assign_node_indices, discover, make_host_key
 from tests.support.launcher_variables import HYDRA, OPENMPI, SRUN, TORCHRUN
 
 
@@ -63,12 +63,12 @@ def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
     ],
 )
 def test_nodes_are_numbered_by_their_lowest_rank(mpi_node_keys, by_name, claimed, nodes):
-    assert number_nodes(mpi_node_keys, by_name, claimed) == nodes
+    assert assign_node_indices(mpi_node_keys, by_name, claimed) == nodes
 
 
 def test_a_node_split_that_fits_nobody_is_shown_from_all_sides():
     with pytest.raises(WorldError, match=r"says \['2'\] ranks per node, MPI sees \[1, 1, 1, 1\]"):
-        number_nodes([0, 1, 2, 3], "llll", [2, 2, 2, 2])
+        assign_node_indices([0, 1, 2, 3], "llll", [2, 2, 2, 2])
 
 
 @pytest.mark.parametrize(

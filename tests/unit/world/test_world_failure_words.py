@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.comm import Peer
-from hpc_tune.world.failure import _describe_failure, gone_error, is_broken_connection
+from hpc_tune.world.failure import _describe_failure, ended_ranks_error, is_broken_connection
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
 REMOTE = (
@@ -105,20 +105,20 @@ ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2 + 1}", 100 + rank) for rank i
     ],
 )
 def test_who_is_gone_is_named_by_host_where_a_whole_one_is(gone, said, hosts):
-    error = gone_error([ROSTER[rank] for rank in gone], ROSTER, "training step 61")
+    error = ended_ranks_error([ROSTER[rank] for rank in gone], ROSTER, "training step 61")
     assert str(error) == f"{said} while training step 61"
     assert error.facts == {"lost_hosts": hosts, "lost_ranks": gone}
 
 
 def test_the_only_host_is_not_gone():
-    error = gone_error(ROSTER[:2], ROSTER[:2], "training step 61")
+    error = ended_ranks_error(ROSTER[:2], ROSTER[:2], "training step 61")
     assert str(error).startswith("rank 0 (pid 100 on host n1), rank 1 (pid 101 on host n1) are")
 
 
 def test_many_that_are_gone_stay_one_line():
     roster = [Peer(rank, rank // 64, f"n{rank // 64}", rank) for rank in range(256)]
-    assert "host n1 (ranks 64-127) is gone" in str(gone_error(roster[64:128], roster, "x"))
-    said = str(gone_error(roster[:20], roster, "x"))
+    assert "host n1 (ranks 64-127) is gone" in str(ended_ranks_error(roster[64:128], roster, "x"))
+    said = str(ended_ranks_error(roster[:20], roster, "x"))
     assert "rank 7 (pid 7 on host n0), and 12 more are gone" in said
 
 

@@ -198,7 +198,7 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
         return real(ip, port, nonce)
 
     places = []
-    original = rendezvous._make_offer
+    original = rendezvous._offer_endpoints
 
     def offer(world, interface):
         made, listeners = original(world, interface)
@@ -210,7 +210,7 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
         "local_addresses",
         lambda: [Address("a", "127.0.0.1"), Address("b", "127.0.0.2")],
     )
-    monkeypatch.setattr(rendezvous, "_make_offer", offer)
+    monkeypatch.setattr(rendezvous, "_offer_endpoints", offer)
     monkeypatch.setattr(rendezvous, "_probe_endpoint", attempt)
     channel = ThreadChannel(2)
     meetings = on_threads(
