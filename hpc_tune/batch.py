@@ -70,8 +70,9 @@ class Batch:
     is ``row_stride`` later; these indices seed the randomness. ``document_lengths`` are the lengths
     of each row's documents, with padding as the last one; if empty, positions are read instead.
     ``padding``: the number of padding tokens of each row. ``pairs``: for rows of preferences.
-    ``mismatched_batch``: for rows of labeled answers, the same prompts with the answers of other rows.
-    ``weights_N``: the loss weight of each token with loss, row by row, fp32; None: all weigh 1.
+    ``mismatched_batch``: for rows of labeled answers, the same prompts with the answers of other
+    rows. ``weights_N``: the loss weight of each token with loss, row by row, fp32; None: all weigh
+    1.
     """
 
     tokens_BT: torch.Tensor

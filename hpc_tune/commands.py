@@ -75,7 +75,9 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
         words = _literal_values(kind.replace("bool", "true | false"))
         is_template = name == "data.chat_template"
         words = [*NAMED_TEMPLATES] if is_template else words
-        values += [_completion_case(f'*" {name}="', words, files=is_template)] if words else []
+        values += (
+            [_completion_case(f'*" {name}="', words, completes_files=is_template)] if words else []
+        )
     for command, (_, argument_specs) in commands.items():
         words, takes_files = ["--help"], False
         for name, kwargs in argument_specs:
@@ -88,7 +90,9 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
                 words.append(name)
                 if "action" not in kwargs or kwargs["action"] == "append":
                     values.append(
-                        _completion_case(f'"{command} {name}"', choices, files=not choices)
+                        _completion_case(
+                            f'"{command} {name}"', choices, completes_files=not choices
+                        )
                     )
         arguments.append("        " + _completion_case(command, words, takes_files))
     return (_ZSH_SETUP if shell == "zsh" else "") + _COMPLETION_TEMPLATE.format(
@@ -100,8 +104,8 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
     )
 
 
-def _completion_case(pattern: str, words: Sequence[str], files: bool) -> str:
-    return f'        {pattern}) words="{" ".join(words)}" files={"1" if files else ""} ;;'
+def _completion_case(pattern: str, words: Sequence[str], completes_files: bool) -> str:
+    return f'        {pattern}) words="{" ".join(words)}" files={"1" if completes_files else ""} ;;'
 
 
 def _literal_values(kind: str) -> list[str]:

@@ -28,20 +28,20 @@ class ConfigError(HpcTuneError):
     exit_code = EXIT_USER_ERROR
 
 
-def require_utf8(word: str) -> str:
+def require_utf8(argument: str) -> str:
     """Return a word of the command line, if it can be encoded as UTF-8.
 
     Raises:
         ConfigError: if not: Python decodes bytes that are not valid in the locale to surrogates.
     """
     try:
-        word.encode()
+        argument.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{word!a}: not valid {sys.getfilesystemencoding()}, the encoding of text in this "
+            f"{argument!a}: not valid {sys.getfilesystemencoding()}, the encoding of text in this "
             "shell; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
         ) from None
-    return word
+    return argument
 
 
 class DataError(HpcTuneError):
@@ -126,11 +126,11 @@ class ResumableStop(HpcTuneError):
         reason: str,
         step: int | None,
         facts: Mapping[str, Any] | None = None,
-        words: str | None = None,
+        explanation: str | None = None,
         can_rerun: bool = True,
     ) -> None:
         rerun = f"Rerun the same command to {f'resume from step {step}' if step else 'start again'}"
-        super().__init__(f"{words or reason}. {rerun if can_rerun else 'Give more time'}")
+        super().__init__(f"{explanation or reason}. {rerun if can_rerun else 'Give more time'}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 

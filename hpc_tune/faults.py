@@ -39,8 +39,8 @@ class Faults:
     both by their names in ``memory.policy.Level``.
 
     ``device`` replaces the memory of this rank's device, as a ``memory.device.DeviceMemory``.
-    ``sample_period_s`` replaces the monitor's time between two samples of memory. ``offloads_without_gpu``
-    allows offloading without a GPU, from the host to the host.
+    ``sample_period_s`` replaces the monitor's time between two samples of memory.
+    ``offloads_without_gpu`` allows offloading without a GPU, from the host to the host.
     """
 
     join: Callable[..., Any] | None = None

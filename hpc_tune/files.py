@@ -19,9 +19,9 @@ _PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM)
 OPEN_FILE_LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
-def is_permission_error(number: int | None) -> bool:
+def is_permission_error(error_number: int | None) -> bool:
     """Whether this error number means that this user lacks permission."""
-    return number in _PERMISSION_ERRNOS
+    return error_number in _PERMISSION_ERRNOS
 
 
 def describe_missing_permission(path: Path, folder: Path | None = None) -> str:
@@ -54,15 +54,17 @@ def may_read(path: Path) -> bool:
     return _has_access(path, "r" if path.is_file() else "rx")
 
 
-def _has_access(path: Path, letters: str) -> bool:
+def _has_access(path: Path, permissions: str) -> bool:
     bits = {"r": os.R_OK, "w": os.W_OK, "x": os.X_OK}
-    return os.access(path, sum(bits[letter] for letter in letters), effective_ids=True)
+    return os.access(path, sum(bits[letter] for letter in permissions), effective_ids=True)
 
 
-def _describe_refusal(blocked_path: Path, status: os.stat_result, letters: str, root: Path) -> str:
+def _describe_refusal(
+    blocked_path: Path, status: os.stat_result, permissions: str, root: Path
+) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
-        return f"its {mode} denies this to its owner: chmod u+{letters} {blocked_path}"
+        return f"its {mode} denies this to its owner: chmod u+{permissions} {blocked_path}"
     owner = _user_name(status.st_uid)
     group = _group_name(status.st_gid)
     me = _user_name(os.geteuid())
@@ -75,18 +77,18 @@ def _describe_refusal(blocked_path: Path, status: os.stat_result, letters: str, 
     )
 
 
-def _user_name(number: int) -> str:
+def _user_name(uid: int) -> str:
     try:
-        return pwd.getpwuid(number).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"user {number}"
+        return f"user {uid}"
 
 
-def _group_name(number: int) -> str:
+def _group_name(gid: int) -> str:
     try:
-        return grp.getgrgid(number).gr_name
+        return grp.getgrgid(gid).gr_name
     except KeyError:
-        return str(number)
+        return str(gid)
 
 
 # -- Files that count as empty if they cannot be read.

@@ -33,42 +33,44 @@ from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors, stop_
 
 
 def read_chat(
-    prompt: str | None, system: str | None, tools: Path | None, chat: Path | None
+    prompt: str | None, system: str | None, tools_file: Path | None, chat_file: Path | None
 ) -> Chat:
     """Return the chat to answer: from a prompt (``-`` reads stdin) and ``system``, or from a file.
 
-    ``tools`` and ``chat`` are JSON files: a list of tools as in training data, and a row's messages
-    or a whole row.
+    ``tools_file`` and ``chat_file`` are JSON files: a list of tools as in training data, and a
+    row's messages or a whole row.
 
     Raises:
         ConfigError: if prompt and chat are missing, arguments contradict each other, or a file
             cannot be read or has other content.
     """
-    if chat is None and prompt is None:
+    if chat_file is None and prompt is None:
         raise ConfigError("generate needs --prompt TEXT or --chat FILE")
-    if chat is not None:
+    if chat_file is not None:
         if options := [o for o, v in (("--prompt", prompt), ("--system", system)) if v is not None]:
             raise ConfigError(
-                f"--chat and {' and '.join(options)} are given: put all messages into {chat}, or "
-                "leave --chat out"
+                f"--chat and {' and '.join(options)} are given: put all messages into {chat_file}, "
+                "or leave --chat out"
             )
-        content = _read_json("--chat", chat)
+        content = _read_json("--chat", chat_file)
         record = content if isinstance(content, dict) else {"messages": content}
     else:
         turns = [("system", system)] if system else []
         turns.append(("user", _read_stdin() if prompt == "-" else str(prompt)))
         record = {"messages": [{"role": role, "content": require_utf8(t)} for role, t in turns]}
-    if tools is not None:
+    if tools_file is not None:
         if record.get("tools") or record.get("functions"):
-            raise ConfigError(f"--tools is given, and {chat} has tools too; keep one of them")
-        content = _read_json("--tools", tools)
+            raise ConfigError(f"--tools is given, and {chat_file} has tools too; keep one of them")
+        content = _read_json("--tools", tools_file)
         if not isinstance(content, list) or not content:
             raise ConfigError(
-                f"--tools {tools}: found {json_type_name(content)}, expected a list of tools, as "
-                "in rows of training data"
+                f"--tools {tools_file}: found {json_type_name(content)}, expected a list of tools, "
+                "as in rows of training data"
             )
         record = {**record, "tools": content}
-    return _parse_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
+    return _parse_chat(
+        record, f"--chat {chat_file}" if chat_file is not None else f"--tools {tools_file}"
+    )
 
 
 def _parse_chat(record: dict[str, Any], source: str) -> Chat:

@@ -27,9 +27,9 @@ def exit_on_signals() -> None:
             signal.signal(number, exit_process)
 
 
-def is_ignored_sighup(number: int) -> bool:
+def is_ignored_sighup(signal_number: int) -> bool:
     """Return whether the process was started to ignore SIGHUP, as nohup does."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+    return signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN
 
 
 def write_stderr(text: str) -> None:

@@ -104,15 +104,16 @@ _START_ADAPTER = TypeAdapter(StartRecord)
 
 def decide_next_step(
     starts: Sequence[StartRecord],
-    left_s: float | None,
+    remaining_s: float | None,
     can_requeue: bool,
-    num_spares: int = 0,
+    num_spare_nodes: int = 0,
     node_shortage: str | None = None,
 ) -> tuple[NextStep, str]:
     """Return what to do after the last of ``starts``, and why.
 
-    ``left_s`` is the time left to the job, None without a limit. ``num_spares``: the number of spare
-    nodes that the job had; ``node_shortage``: why it cannot continue with the remaining nodes.
+    ``remaining_s`` is the time left to the job, None without a limit. ``num_spare_nodes``: the
+    number of spare nodes that the job had; ``node_shortage``: why it cannot continue with the
+    remaining nodes.
     """
     last = starts[-1]
     if last.status == "done":
@@ -128,11 +129,11 @@ def decide_next_step(
     failures = [start for start in stuck_starts if start.status == "failed" and not start.asked]
     crashes = sum(start.exit_code != EXIT_USER_ERROR and not start.lost_nodes for start in failures)
     # Each spare node may have replaced a faulty one, so it allows one more crash.
-    if crashes >= MAX_CRASHES + num_spares:
+    if crashes >= MAX_CRASHES + num_spare_nodes:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(stuck_starts) >= MAX_MEMORY_RESTARTS:
         return "give up", f"{len(stuck_starts)} starts made no progress beyond step {last.to_step}"
-    if not last.asked and (left_s is None or left_s > MIN_JOB_TIME_LEFT_S):
+    if not last.asked and (remaining_s is None or remaining_s > MIN_JOB_TIME_LEFT_S):
         if node_shortage is None:
             return "again", last.reason
         return "requeue" if can_requeue else "give up", node_shortage
@@ -151,29 +152,34 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
 
 
 def classify_ending(
-    ending: Mapping[str, Any], launcher: str, code: int, blames_nodes: bool
+    outcome_fields: Mapping[str, Any], launcher: str, launcher_exit_code: int, blames_nodes: bool
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``ending`` (``outcome.read_valid_outcome``, or nothing), or else follow from
-    the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost or whose
-    ranks died.
+    They are what its ranks ``outcome_fields`` (``outcome.read_valid_outcome``, or nothing), or else
+    follow from the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost
+    or whose ranks died.
     """
-    if code == EXIT_USER_ERROR and ending.get("exit_code") != EXIT_USER_ERROR:
+    if launcher_exit_code == EXIT_USER_ERROR and outcome_fields.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.
-        return _REFUSED_STATUS, "the start was refused, see the message above", code, ""
-    failure_code = code if code > 0 else EXIT_FAILED
-    if ending:
         return (
-            ending["status"],
-            ending["reason"],
-            ending["exit_code"],
-            str(ending.get("error", "")),
+            _REFUSED_STATUS,
+            "the start was refused, see the message above",
+            launcher_exit_code,
+            "",
         )
-    is_early = code in _EARLY_EXIT_CODES
+    failure_code = launcher_exit_code if launcher_exit_code > 0 else EXIT_FAILED
+    if outcome_fields:
+        return (
+            outcome_fields["status"],
+            outcome_fields["reason"],
+            outcome_fields["exit_code"],
+            str(outcome_fields.get("error", "")),
+        )
+    is_early = launcher_exit_code in _EARLY_EXIT_CODES
     if is_early and not blames_nodes:
         return "stopped", "a signal while it started", failure_code, ""
-    reason = f"{launcher} exited with code {code}, and there is no outcome.json"
+    reason = f"{launcher} exited with code {launcher_exit_code}, and there is no outcome.json"
     # If the launcher accuses a node, it has itself ended the other ranks by that signal.
     return "failed", reason, EXIT_FAILED if is_early else failure_code, ""
 
@@ -186,23 +192,23 @@ class Supervisor:
         launch: Sequence[str],
         arguments: Sequence[str],
         run_dir: Path,
-        requeue: Sequence[str] | None = None,
-        report: bool = True,
+        requeue_command: Sequence[str] | None = None,
+        writes_report: bool = True,
         environ: Mapping[str, str] = os.environ,
         nodes: JobNodes | None = None,
     ) -> None:
         """Prepare the command ``launch -m hpc_tune train arguments``.
 
-        ``launch``: srun or mpirun with options, and a Python. ``requeue``: the command that puts
-        the job back into its queue; by default the scheduler's own, if any. ``report``: write
-        report.html after a start that did not finish. ``nodes``: the nodes of the job; by default
-        those that the options of ``launch`` list.
+        ``launch``: srun or mpirun with options, and a Python. ``requeue_command``: the command that
+        puts the job back into its queue; by default the scheduler's own, if any. ``writes_report``:
+        write report.html after a start that did not finish. ``nodes``: the nodes of the job; by
+        default those that the options of ``launch`` list.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._arguments = list(arguments)
         self._nodes = nodes or JobNodes(launch, {})
-        self._writes_report = report
-        self._run_dir, self._requeue_command = run_dir, list(requeue or [])
+        self._writes_report = writes_report
+        self._run_dir, self._requeue_command = run_dir, list(requeue_command or [])
         self._job = job = find_job(environ)
         if job is not None and not self._requeue_command:
             self._requeue_command = list(job.scheduler.requeue_command(job.id))
@@ -353,16 +359,19 @@ class Supervisor:
         return (outcome.read_valid_outcome(self._run_dir) if is_new else None) or {}
 
     def _exclude_suspects(
-        self, start: StartRecord, ending: Mapping[str, Any], lines: LauncherOutputParser
+        self,
+        start: StartRecord,
+        outcome_fields: Mapping[str, Any],
+        launcher_output: LauncherOutputParser,
     ) -> bool:
         """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
-        has_report = bool(ending)
-        suspects = find_lost_hosts(ending) | lines.find_suspects(has_report)
+        has_report = bool(outcome_fields)
+        suspects = find_lost_hosts(outcome_fields) | launcher_output.find_suspects(has_report)
         if outcome.has_run_out_of_memory(outcome.read_heartbeats(self._run_dir)):
             suspects = {}  # no node is to blame: the next start uses less memory
         has_progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__
-        certain_suspects = lines.find_certain_suspects(has_report)
+        certain_suspects = launcher_output.find_certain_suspects(has_report)
         return self._exclude_nodes(
             start.nodes, suspects, has_progressed, has_cause, certain_suspects
         )
@@ -449,8 +458,8 @@ class Supervisor:
         has_failed = (outcome.read_outcome(self._run_dir) or {}).get("status") == "failed"
         return min(_LINGER_S, _FAILED_LAUNCHER_LINGER_S) if has_failed else _LINGER_S
 
-    def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        self._stop_signal = number
+    def _on_signal(self, signal_number: int, frame: FrameType | None = None) -> None:
+        self._stop_signal = signal_number
         self._ask_ranks_to_stop()
 
     def _ask_ranks_to_stop(self) -> None:

@@ -43,19 +43,20 @@ def varlen_attention(
     query_SHD: torch.Tensor,
     key_SKD: torch.Tensor,
     value_SKD: torch.Tensor,
-    documents: tuple[Any, Any, int, int],
+    document_lengths: tuple[Any, Any, int, int],
     scale: float | None,
     window_left: int,
 ) -> torch.Tensor:
     """Return causal attention within documents by torch's FlashAttention kernel, as SHD.
 
-    ``documents``: cumulative lengths of queries and of keys (N + 1 values each), and the most
-    queries and keys of a document. The last query of a document is aligned with its last key. Each
-    token attends to itself and the ``window_left`` tokens before it, or to all before it if -1.
+    ``document_lengths``: cumulative lengths of queries and of keys (N + 1 values each), and the
+    most queries and keys of a document. The last query of a document is aligned with its last key.
+    Each token attends to itself and the ``window_left`` tokens before it, or to all before it if
+    -1.
     """
     if not _VARLEN_HAS_WINDOWS:
         out_SHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            *(query_SHD, key_SKD, value_SKD, *documents),
+            *(query_SHD, key_SKD, value_SKD, *document_lengths),
             dropout_p=0.0,
             is_causal=window_left == -1,
             return_debug_mask=False,
@@ -69,7 +70,7 @@ def varlen_attention(
     kernel: Any = varlen.varlen_attn
     options = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
     out_SHD = kernel(
-        *(query_SHD, key_SKD, value_SKD, *documents),
+        *(query_SHD, key_SKD, value_SKD, *document_lengths),
         scale=scale,
         window_size=(window_left, 0),
         **options,

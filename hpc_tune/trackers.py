@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import flatten_settings
 from hpc_tune.errors import ConfigError
 from hpc_tune.files import write_file
 from hpc_tune.log import log
@@ -274,7 +274,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run_id: str = self._client.create_run(id_, run_name=run_metadata.name).info.run_id
-        items = flatten(run_metadata.settings).items()
+        items = flatten_settings(run_metadata.settings).items()
         params = [Param(key, str(value)[:_MLFLOW_MAX_VALUE_CHARS]) for key, value in items]
         for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
             self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
@@ -351,7 +351,7 @@ def _trackio_config(run_metadata: RunMetadata) -> dict[str, Any]:
         "notes": run_metadata.notes,
         "git_commit": run_metadata.commit,
     }
-    return flatten(run_metadata.settings) | metadata
+    return flatten_settings(run_metadata.settings) | metadata
 
 
 def _open_tensorboard(run_metadata: RunMetadata) -> Tracker:
@@ -361,7 +361,7 @@ def _open_tensorboard(run_metadata: RunMetadata) -> Tracker:
         "tags": ", ".join(run_metadata.tags),
         "notes": run_metadata.notes,
     }
-    rows = metadata | {"git commit": run_metadata.commit} | flatten(run_metadata.settings)
+    rows = metadata | {"git commit": run_metadata.commit} | flatten_settings(run_metadata.settings)
     file.write_text(
         run_metadata.start_step,
         "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),

@@ -113,7 +113,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     device = comm.device
     dtype = resolve_dtype(config.model.dtype, device)
     directory = resolve_model_directory(config.model.path)
-    built = build(directory, dtype, config.tune, config.train.seed, weights=False)
+    built = build(directory, dtype, config.tune, config.train.seed, reads_weights=False)
     size = measure_model_size(built.module)
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 60
     machine = Machine(comm.world.size, 1, room, 0)  # no search for copies within nodes

@@ -266,7 +266,7 @@ def _flops_per_token(args: argparse.Namespace) -> float:
     from hpc_tune.model.build import build
     from hpc_tune.step.size import flops_per_token, measure_model_size
 
-    built = build(args.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
+    built = build(args.model, torch.bfloat16, TuneConfig(rank=RANK), 0, reads_weights=False)
     return flops_per_token(measure_model_size(built.module), built.config, args.seq_len)
 
 

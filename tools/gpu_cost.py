@@ -124,7 +124,11 @@ def record_steps(shape: str, settings: list[str], num_micro: int, card: Card) ->
     layout = Layout(*(axis if isinstance(axis, int) else 1 for axis in axes))
     rows = config.batch.micro_size if isinstance(config.batch.micro_size, int) else 1
     built = build(
-        resolve_model_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False
+        resolve_model_directory(path),
+        DTYPES[config.model.dtype],
+        config.tune,
+        0,
+        reads_weights=False,
     )
     trials: Any = varlen_attention
     trials.varlen_kernel_fault = lambda *_, **__: ""  # the real check computes

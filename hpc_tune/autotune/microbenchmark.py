@@ -57,11 +57,11 @@ class BlockModels:
         optim: OptimConfig,
         seq_len: int,
         comm: Comm,
-        room: int,
+        available_bytes: int,
     ) -> None:
-        """Measure on the ranks of ``comm``, each with ``room`` bytes of memory."""
+        """Measure on the ranks of ``comm``, each with ``available_bytes`` bytes of memory."""
         self.comm, self.parallel, self._seq_len = comm, parallel, seq_len
-        self._shape, self.optim, self._available_bytes = shape, optim, room
+        self._shape, self.optim, self._available_bytes = shape, optim, available_bytes
 
     def engine(self, num_blocks: int, layout: Layout) -> NativeEngine:
         """Return an engine of ``num_blocks`` blocks. Collective.
@@ -106,12 +106,12 @@ def measure_compute(
     models: BlockModels,
     rows: int,
     network: Network,
-    order: Sequence[int],
+    rank_order: Sequence[int],
     allow_tensor_parallel: bool,
 ) -> ComputeTimes:
     """Measure this model's blocks on these ranks; every rank returns the same result. Collective.
 
-    ``rows``: of a micro-batch; ``network``: the measured links; ``order``: the ranks of
+    ``rows``: of a micro-batch; ``network``: the measured links; ``rank_order``: the ranks of
     ``models.comm`` as ``network`` numbers them; ``allow_tensor_parallel``: see
     ``constraints.allows_tensor_parallel``.
 
@@ -129,14 +129,16 @@ def measure_compute(
     block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
     unshard_s = _unshard_s_per_byte(comm)
     # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
-    gathers_s = network.collective_s("all_gather", [order], models.gathered_bytes)
+    gathers_s = network.collective_s("all_gather", [rank_order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _MAX_TIMED_GATHERS_S:
         run_step = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_and_discard, batch)
         extra_s = _slowest_rank_s(run_step, comm) - seconds[MORE_BLOCKS] - gathers_s
         unshard_s = max(unshard_s, extra_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and allow_tensor_parallel:
-        sync_s = _sliced_all_reduce_overhead_s(models, batch, seconds[MORE_BLOCKS], network, order)
+        sync_s = _sliced_all_reduce_overhead_s(
+            models, batch, seconds[MORE_BLOCKS], network, rank_order
+        )
     if sync_s is None:
         sync_s = _small_all_reduce_overhead_s(
             comm, block_s / (FORWARD_ALL_REDUCES + BACKWARD_ALL_REDUCES)
@@ -154,13 +156,13 @@ def measure_compute(
     )
 
 
-def _require_memory(size: ModelSize, room: int) -> None:
+def _require_memory(size: ModelSize, available_bytes: int) -> None:
     needed_bytes = size.frozen_bytes + STATE_COPIES * size.trained_bytes
-    if needed_bytes > MEASURED_STATE_MEMORY_SHARE * room:
+    if needed_bytes > MEASURED_STATE_MEMORY_SHARE * available_bytes:
         raise ConfigError(
             f"parallel.layout=auto: measuring {MORE_BLOCKS} decoder blocks of this model takes "
-            f"{format_bytes(needed_bytes)}, too much for the {format_bytes(room)} available; set "
-            "parallel.shard, .tensor or .pipeline"
+            f"{format_bytes(needed_bytes)}, too much for the {format_bytes(available_bytes)} "
+            "available; set parallel.shard, .tensor or .pipeline"
         )
 
 
@@ -219,7 +221,11 @@ def _host_copy_s_per_byte(comm: Comm) -> float:
 
 
 def _sliced_all_reduce_overhead_s(
-    models: BlockModels, batch: Batch, unsliced_s: float, network: Network, order: Sequence[int]
+    models: BlockModels,
+    batch: Batch,
+    unsliced_s: float,
+    network: Network,
+    rank_order: Sequence[int],
 ) -> float | None:
     """Return the seconds that a small all-reduce adds, measured in blocks sliced over all ranks.
 
@@ -234,7 +240,7 @@ def _sliced_all_reduce_overhead_s(
         partial(models.engine(MORE_BLOCKS, sliced_layout).run_and_discard, batch), comm
     )
     micro = batch.num_tokens, batch.num_loss_tokens
-    messages = tensor_axis_time(models.plan, order, network, micro)
+    messages = tensor_axis_time(models.plan, rank_order, network, micro)
     expected_s = unsliced_s / sliced_layout.size + messages.transfer_s
     return max(0.0, measured_s - expected_s) / messages.num_messages
 

@@ -114,16 +114,18 @@ class Measurements:
             ) from None
 
 
-def measurements_from_data_sheet(cluster: Cluster, nodes: int, node_ranks: int) -> Measurements:
+def measurements_from_data_sheet(
+    cluster: Cluster, num_nodes: int, ranks_per_node: int
+) -> Measurements:
     """Return the measurements to expect from a cluster's data sheets, without compute."""
-    ranks = tuple(rank // node_ranks for rank in range(nodes * node_ranks))
+    ranks = tuple(rank // ranks_per_node for rank in range(num_nodes * ranks_per_node))
     pairs = []
-    if node_ranks > 1:
+    if ranks_per_node > 1:
         speed = cluster.intra_node_latency_s, cluster.intra_node_bytes_per_s
         pairs.append(Link((0, 1), (0, 0), *speed))
-    if nodes > 1:
+    if num_nodes > 1:
         speed = cluster.inter_node_latency_s, cluster.inter_node_bytes_per_s
-        pairs.append(Link((0, node_ranks), (0, 1), *speed))
+        pairs.append(Link((0, ranks_per_node), (0, 1), *speed))
     return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.cards_per_node))
 
 
@@ -356,8 +358,8 @@ class _PlannedCandidate:
 class _LayoutSearch:
     """Plans candidates, the fastest first, until one fits; each plan bounds the memory of others.
 
-    ``plan_memory`` takes half a minute for a 70B model. ``with_micro_rows`` predicts a candidate's time
-    with smaller micro-batches; None if their size is set.
+    ``plan_memory`` takes half a minute for a 70B model. ``with_micro_rows`` predicts a candidate's
+    time with smaller micro-batches; None if their size is set.
     """
 
     work: StepWork

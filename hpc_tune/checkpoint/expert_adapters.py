@@ -74,11 +74,11 @@ def make_peft_targets(
     index: TensorIndex,
     layers: Sequence[str],
     stacks_by_layer: Mapping[str, AdaptedExpertStack],
-    taken_names: Collection[str],
+    ambiguous_names: Collection[str],
 ) -> "Targets":
     """Return the targets, by names that peft matches with exactly these ``layers``.
 
-    ``taken_names``: the layer names, such as gate_proj, that peft may take for stacks.
+    ``ambiguous_names``: the layer names, such as gate_proj, that peft may take for stacks.
     """
     from hpc_tune.model.adapters import Targets
 
@@ -91,7 +91,7 @@ def make_peft_targets(
             parameters.add(tensor)
             stack_modules.add(tensor.rpartition(".")[0])
             rank = index.shapes[f"{ADAPTER_PREFIX}{layer}{LORA_A}"][0] // stack.num_experts
-        elif layer_path.rpartition(".")[2] in taken_names:
+        elif layer_path.rpartition(".")[2] in ambiguous_names:
             parameters.add(f"{layer_path}.weight")
             weight_layers.append(layer)
         else:

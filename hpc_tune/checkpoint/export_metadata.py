@@ -192,13 +192,15 @@ def _format_card(
     )
 
 
-def _describe_rope_scaling(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
+def _describe_rope_scaling(trained_scaling: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
     """Return model.rope_scaling in words, and the scaling with which others get the same."""
     text, scaling_text = (
-        ", ".join(f"{k} {v}" for k, v in fields.items()) for fields in (trained, scaling)
+        ", ".join(f"{k} {v}" for k, v in fields.items()) for fields in (trained_scaling, scaling)
     )
     return (
-        text if scaling == trained else f"{text}; the same for texts of all lengths: {scaling_text}"
+        text
+        if scaling == trained_scaling
+        else f"{text}; the same for texts of all lengths: {scaling_text}"
     )
 
 

@@ -197,16 +197,18 @@ def _damage_label(error: Exception) -> str:
     return "NOT VALID" if isinstance(error, CheckpointError) else "UNREADABLE"
 
 
-def diff_settings(one: Path, other: Path) -> list[str]:
+def diff_settings(first_path: Path, second_path: Path) -> list[str]:
     """Return a line for each setting that differs between two checkpoints or runs.
 
     Raises:
         ConfigError, CheckpointError: as ``locate``.
     """
-    first, second = (flatten_settings(locate(path).config.model_dump()) for path in (one, other))
+    first, second = (
+        flatten_settings(locate(path).config.model_dump()) for path in (first_path, second_path)
+    )
     return [
-        f"{name}: {'; '.join(format_setting(first[name]).splitlines())} in {one}, "
-        f"{'; '.join(format_setting(second[name]).splitlines())} in {other}"
+        f"{name}: {'; '.join(format_setting(first[name]).splitlines())} in {first_path}, "
+        f"{'; '.join(format_setting(second[name]).splitlines())} in {second_path}"
         for name in first
         if first[name] != second[name]
     ]

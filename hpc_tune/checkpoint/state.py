@@ -100,7 +100,7 @@ class RunState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any], where: str) -> "RunState":
+    def from_json(cls, values: dict[str, Any], checkpoint_name: str) -> "RunState":
         """Return the state of a manifest.
 
         Raises:
@@ -112,14 +112,16 @@ class RunState:
             return state
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
+            raise CheckpointError(
+                f"{checkpoint_name}: its state cannot be used: {reason}"
+            ) from None
 
-    def has_other_weights(self, sample: str) -> bool:
+    def has_other_weights(self, model_sample: str) -> bool:
         """Return whether a base with this ``model_sample`` has other values than this state's base.
 
         False if either is unknown (empty), since earlier versions saved none.
         """
-        return "" not in (sample, self.model_sample) and sample != self.model_sample
+        return "" not in (model_sample, self.model_sample) and model_sample != self.model_sample
 
     def run_config(self, checkpoint_name: str) -> RunConfig:
         """Return the configuration that the state was saved with, without removed settings.
@@ -154,17 +156,24 @@ _EVALS, _RUN_STATE = TypeAdapter(Evals), TypeAdapter(RunState)
 
 
 def check_resume(
-    saved_state: RunState, settings: Settings, identity: str, total_steps: int, sample: str = ""
+    saved_state: RunState,
+    settings: Settings,
+    model_identity: str,
+    total_steps: int,
+    model_sample: str = "",
 ) -> list[str]:
     """Return warnings for a resume of ``saved_state`` with ``settings``, a dumped configuration.
 
-    ``identity`` and ``sample``: ``hash_architecture`` and ``fingerprint_weights`` of the base.
+    ``model_identity`` and ``model_sample``: ``hash_architecture`` and ``fingerprint_weights`` of
+    the base.
 
     Raises:
         ConfigError: lists every difference that is not allowed.
     """
-    mismatch = "" if saved_state.model_identity == identity else "it is not the checkpoint's model"
-    if not mismatch and saved_state.has_other_weights(sample):
+    mismatch = (
+        "" if saved_state.model_identity == model_identity else "it is not the checkpoint's model"
+    )
+    if not mismatch and saved_state.has_other_weights(model_sample):
         mismatch = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
     require_same_settings(saved_state, settings, mismatch)
     warnings = _list_changes(saved_state, settings, "warn")

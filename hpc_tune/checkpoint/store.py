@@ -217,14 +217,14 @@ def read_state(path: Path) -> dict[str, Any]:
     return _read_manifest(path)["state"]
 
 
-def verify_checkpoint(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Read every byte of a checkpoint, or of share number ``part`` of ``parts`` of its files.
+def verify_checkpoint(path: Path, shard_index: int = 0, num_shards: int = 1) -> None:
+    """Read every byte of a checkpoint, or of one of ``num_shards`` shares of its files.
 
     Raises:
         CheckpointError: names the first file that is missing, cut off or damaged.
         UnreadableError: if the file system refuses to read one, after several attempts.
     """
-    for name, entry in islice(_read_manifest(path)["files"].items(), part, None, parts):
+    for name, entry in islice(_read_manifest(path)["files"].items(), shard_index, None, num_shards):
         _verify_file(path / name, entry)
 
 
@@ -263,14 +263,14 @@ def _retry_read(file: Path, operation: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
-def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(path: Path, shard_index: int = 0, num_shards: int = 1) -> str | None:
     """Return what ``verify_checkpoint`` finds wrong with a checkpoint, None if it is valid.
 
     Raises:
         UnreadableError: if the file system refuses to read it.
     """
     try:
-        verify_checkpoint(path, part, parts)
+        verify_checkpoint(path, shard_index, num_shards)
     except CheckpointError as error:
         return str(error)
     return None

@@ -63,7 +63,7 @@ class StagingDevice(Protocol):
     def block(self) -> torch.Tensor:
         """Return ``PIECE_BYTES`` of host memory that the device can copy to asynchronously."""
 
-    def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
+    def copy(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start a copy into a part of a block."""
 
     def wait(self) -> None:
@@ -128,9 +128,9 @@ class PinnedBlockPool:
 class CudaStagingDevice:
     """A GPU; the copies contain what the current stream has computed up to construction."""
 
-    def __init__(self, kept: PinnedBlockPool) -> None:
-        """Copy into blocks of the pool ``kept``, for one save."""
-        self._pool, self._blocks, self._is_done = kept, list[torch.Tensor](), False
+    def __init__(self, pool: PinnedBlockPool) -> None:
+        """Copy into blocks of the pool ``pool``, for one save."""
+        self._pool, self._blocks, self._is_done = pool, list[torch.Tensor](), False
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
 
@@ -146,9 +146,9 @@ class CudaStagingDevice:
         self._blocks.append(self._pool.take())
         return self._blocks[-1]
 
-    def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
+    def copy(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """See ``StagingDevice``."""
-        to.copy_(values, non_blocking=True)
+        destination.copy_(values, non_blocking=True)
 
     def wait(self) -> None:
         """See ``StagingDevice``."""
@@ -309,7 +309,7 @@ class CheckpointWriter:
                 number, block = piece.block, device.block()
             values = self._piece_values(piece)
             copy = block[piece.offset : piece.offset + piece.num_bytes].view(values.dtype)
-            device.copy(values, to=copy)
+            device.copy(values, destination=copy)
             self._copies[len(self._copies)] = copy
             self._count_progress()
         device.wait()

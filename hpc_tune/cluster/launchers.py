@@ -57,9 +57,9 @@ def _read_prun_claim(environ: Environ) -> Claim | None:
     return read_claim(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
 
 
-def _is_unusable_under_openmpi(library: str) -> bool:
+def _is_unusable_under_openmpi(library_version: str) -> bool:
     """MPICH 5 ends with "unsupported PMI version PMIx"; an older one starts each rank alone."""
-    version = re.match(r"MPICH Version:\s*(\d+)", library)
+    version = re.match(r"MPICH Version:\s*(\d+)", library_version)
     return version is not None and int(version[1]) >= 5
 
 
@@ -416,15 +416,15 @@ def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]
 
 
 def restrict_to_nodes(
-    words: Sequence[str], kind: LauncherKind, ranks: Mapping[str, int], hostfile: Path
+    words: Sequence[str], kind: LauncherKind, num_ranks_by_node: Mapping[str, int], hostfile: Path
 ) -> list[str]:
-    """Return the command for these ``ranks`` per node, in this order; mpirun reads ``hostfile``."""
-    num_ranks = sum(ranks.values())
+    """Return the command for ``num_ranks_by_node``, in this order; mpirun reads ``hostfile``."""
+    num_ranks = sum(num_ranks_by_node.values())
     if kind == "srun":
         options = [
-            f"--nodes={len(ranks)}",
+            f"--nodes={len(num_ranks_by_node)}",
             f"--ntasks={num_ranks}",
-            f"--nodelist={','.join(ranks)}",
+            f"--nodelist={','.join(num_ranks_by_node)}",
         ]
         return [words[0], *options, *_strip_options(words, _SRUN_NODE_OPTIONS)]
     other_words = _strip_options(
@@ -434,10 +434,10 @@ def restrict_to_nodes(
     return [words[0], hostfile_option, str(hostfile), "-n", str(num_ranks), *other_words]
 
 
-def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
+def format_hostfile(kind: LauncherKind, num_ranks_by_node: Mapping[str, int]) -> str:
     """Return the text of mpirun's hostfile."""
     line = {"openmpi": "{} slots={}", "hydra": "{}:{}"}.get(kind, "{}")
-    return "".join(line.format(node, count) + "\n" for node, count in ranks.items())
+    return "".join(line.format(node, count) + "\n" for node, count in num_ranks_by_node.items())
 
 
 def _launcher_words(words: Sequence[str]) -> Iterator[str]:
@@ -463,28 +463,30 @@ def _count_values(option: str) -> int:
     return 0 if is_joined or _FLAG.fullmatch(option) else 1
 
 
-def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:
+def _option_value(words: Sequence[str], option_names: Sequence[str]) -> str | None:
     launcher_words = list(_launcher_words(words))
     for position, word in enumerate(launcher_words):
         name, has_value, value = word.partition("=")
-        if name in names and has_value:
+        if name in option_names and has_value:
             return value
-        if word in names:
+        if word in option_names:
             return launcher_words[position + 1] if position + 1 < len(launcher_words) else None
-        if (match := re.fullmatch(r"(-[nNwx])(\d\S*)", word)) and match[1] in names:
+        if (match := re.fullmatch(r"(-[nNwx])(\d\S*)", word)) and match[1] in option_names:
             return match[2]
     return None
 
 
-def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
+def _strip_options(words: Sequence[str], option_names: Sequence[str]) -> list[str]:
     launcher_words, kept_words, skip = list(_launcher_words(words)), [], False
     for word in launcher_words:
         is_glued = re.fullmatch(r"(-[nNwx])\d\S*", word)
         if skip:
             skip = False
-        elif word in names:
+        elif word in option_names:
             skip = True
-        elif word.partition("=")[0] not in names and not (is_glued and is_glued[1] in names):
+        elif word.partition("=")[0] not in option_names and not (
+            is_glued and is_glued[1] in option_names
+        ):
             kept_words.append(word)
     return [*kept_words, *words[1 + len(launcher_words) :]]
 

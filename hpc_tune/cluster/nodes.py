@@ -40,18 +40,22 @@ _MAX_PARALLEL_PROBES = 32
 
 
 def find_silent_nodes(
-    nodes: Sequence[str], command: Callable[[str], Sequence[str]], environment: Mapping[str, str]
+    nodes: Sequence[str],
+    make_command: Callable[[str], Sequence[str]],
+    environment: Mapping[str, str],
 ) -> dict[str, str]:
     """Start a process on each of ``nodes``; return the nodes where that fails, and why.
 
-    ``command`` returns the command for a node; ``environment`` is added to this process's own. If
-    it fails on all nodes, the command is at fault, and no node is returned.
+    ``make_command`` returns the command for a node; ``environment`` is added to this process's own.
+    If it fails on all nodes, the command is at fault, and no node is returned.
     """
     if not nodes:
         return {}
     full_environment = {**os.environ, **environment}
     with ThreadPoolExecutor(_MAX_PARALLEL_PROBES) as pool:
-        reasons = pool.map(lambda node: _explain_silence(command(node), full_environment), nodes)
+        reasons = pool.map(
+            lambda node: _explain_silence(make_command(node), full_environment), nodes
+        )
     silent_nodes = {node: reason for node, reason in zip(nodes, reasons, strict=True) if reason}
     if len(silent_nodes) == len(nodes):
         log.warning(
@@ -324,11 +328,15 @@ class JobNodes:
     def _num_ranks(self, nodes: Sequence[str]) -> int:
         return sum(self._ranks_per_node[node] for node in nodes)
 
-    def _command_words(self, ranks: Mapping[str, int], file: str) -> list[str]:
+    def _command_words(self, num_ranks_by_node: Mapping[str, int], hostfile_name: str) -> list[str]:
         assert self._launcher_kind is not None
-        hostfile = Path(self._folder.name) / file
-        hostfile.write_text(launchers.format_hostfile(self._launcher_kind, ranks), encoding="utf-8")
-        return launchers.restrict_to_nodes(self._launch_words, self._launcher_kind, ranks, hostfile)
+        hostfile = Path(self._folder.name) / hostfile_name
+        hostfile.write_text(
+            launchers.format_hostfile(self._launcher_kind, num_ranks_by_node), encoding="utf-8"
+        )
+        return launchers.restrict_to_nodes(
+            self._launch_words, self._launcher_kind, num_ranks_by_node, hostfile
+        )
 
     def _probe_command(self, node: str) -> list[str]:
         return [*self._command_words({node: 1}, f"probe-{node}"), "-c", ""]

@@ -107,10 +107,10 @@ class Scheduler:
     """What runs batch jobs, and the variables that it sets for them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
-    since the epoch) name variables. ``read_array_task_id`` reads the id of one task of a job array, since
-    ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each node
-    the job may use, with the names of the variables that say so; ``granted_cpus`` reads how many
-    CPUs of this node it may use.
+    since the epoch) name variables. ``read_array_task_id`` reads the id of one task of a job array,
+    since ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each
+    node the job may use, with the names of the variables that say so; ``granted_cpus`` reads how
+    many CPUs of this node it may use.
 
     The next functions take the id of the job. ``ask_end_s`` and ``is_preempted`` ask the scheduler,
     which may take many seconds. ``requeue_command`` returns the command that requeues the job,

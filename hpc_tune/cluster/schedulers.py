@@ -96,19 +96,20 @@ def granted_cpus(environ: Environ) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
-def can_report_energy(name: str) -> bool:
+def can_report_energy(scheduler_name: str) -> bool:
     """Whether the scheduler of this name may have counted the energy of its jobs."""
     return any(
-        scheduler.name == name and scheduler.ask_energy is not None for scheduler in SCHEDULERS
+        scheduler.name == scheduler_name and scheduler.ask_energy is not None
+        for scheduler in SCHEDULERS
     )
 
 
-def ask_job_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+def ask_job_energy(scheduler_name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     """Ask the scheduler of this name for the energy of the jobs in which a run started.
 
     It may take many seconds.
     """
     ask_energy = next(
-        (scheduler.ask_energy for scheduler in SCHEDULERS if scheduler.name == name), None
+        (scheduler.ask_energy for scheduler in SCHEDULERS if scheduler.name == scheduler_name), None
     )
     return [] if ask_energy is None else ask_energy(starts)

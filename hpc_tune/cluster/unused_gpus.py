@@ -152,7 +152,7 @@ def _hiding_variables(environ: Environ) -> list[str]:
 def _explain_unused_gpus(
     hiding_variables: Sequence[str],
     build: TorchBuild,
-    torch_reason: Callable[[], str],
+    get_torch_reason: Callable[[], str],
     gpus: Mapping[GpuVendor, int],
     root: Path,
 ) -> str:
@@ -182,7 +182,7 @@ def _explain_unused_gpus(
             "job's request with the node, and the options of its container"
         )
     explain = _explain_unused_amd_gpus if maker == "AMD" else _explain_unused_nvidia_gpus
-    return explain(build, torch_reason(), root)
+    return explain(build, get_torch_reason(), root)
 
 
 def _explain_unused_amd_gpus(build: TorchBuild, torch_reason: str, root: Path) -> str:

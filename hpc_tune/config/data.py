@@ -284,7 +284,7 @@ TEMPLATE_SUFFIX = ".jinja"
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """``end_token`` is the token that ends an answer (None: eos_token); the others are ``control_tokens``."""
+    """``end_token`` ends an answer (None: eos_token); ``control_tokens`` are the others."""
 
     end_token: str | None
     control_tokens: tuple[str, ...] = ()

@@ -109,10 +109,10 @@ def write_config(
             f"--method {option_values['method']}: expected one of {', '.join(METHODS)}"
         )
 
-    def write(sizes: PlanPreview | None) -> None:
+    def write(preview: PlanPreview | None) -> None:
         try:
             write_file(
-                out, "\n".join([*_config_lines(option_values, machine, out.stem, sizes), ""])
+                out, "\n".join([*_config_lines(option_values, machine, out.stem, preview), ""])
             )
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _parse_machine(text: str, section: Literal["slurm", "pbs"]) -> TargetMachine
 
 
 def _config_lines(
-    option_values: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlanPreview | None
+    option_values: Mapping[str, str], machine: TargetMachine, name: str, preview: PlanPreview | None
 ) -> Iterator[str]:
     path, method = option_values["model"], option_values["method"]
     length, reason = _choose_seq_len(
@@ -188,7 +188,7 @@ def _config_lines(
         yield _commented_line("lr: 2e-4", "usual for adapters")
     if machine.gpus_per_node:
         yield "parallel:"
-        yield _recompute_line(sizes)
+        yield _recompute_line(preview)
     yield "train:"
     yield _commented_line("epochs: 1", "watch the held-out loss before you take more")
     yield "checkpoint:"
@@ -198,10 +198,10 @@ def _config_lines(
         f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share"
     )
     if machine.num_nodes > 1:
-        yield from _job_lines(machine, sizes)
+        yield from _job_lines(machine, preview)
 
 
-def _job_lines(machine: TargetMachine, sizes: PlanPreview | None) -> Iterator[str]:
+def _job_lines(machine: TargetMachine, preview: PlanPreview | None) -> Iterator[str]:
     is_pbs = machine.section == "pbs"
     site_settings = "queue, and filesystems if the site asks" if is_pbs else "partition"
     yield f"{machine.section}:  # for `hpc_tune submit`; add account and {site_settings}"
@@ -213,11 +213,11 @@ def _job_lines(machine: TargetMachine, sizes: PlanPreview | None) -> Iterator[st
         f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done"
     )
     unit = "gb" if is_pbs else "G"
-    if sizes is None:
+    if preview is None:
         yield f"  # memory: of each node, such as 64{unit}; `hpc_tune plan` says how much it takes"
     else:
         yield _commented_line(
-            f"memory: {sizes.host_gib_per_node}{unit}", "of each node, as planned"
+            f"memory: {preview.host_gib_per_node}{unit}", "of each node, as planned"
         )
     if sys.prefix != sys.base_prefix:
         yield _commented_line(
@@ -225,13 +225,13 @@ def _job_lines(machine: TargetMachine, sizes: PlanPreview | None) -> Iterator[st
         )
 
 
-def _recompute_line(sizes: PlanPreview | None) -> str:
-    if sizes is None or sizes.recompute == "selective":
+def _recompute_line(preview: PlanPreview | None) -> str:
+    if preview is None or preview.recompute == "selective":
         return _commented_line(
             "recompute: selective", "less memory for a few percent of time; or none"
         )
-    device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.device_limit_bytes)
-    if sizes.fits:
+    device, limit = format_bytes(preview.device_bytes), format_bytes(preview.device_limit_bytes)
+    if preview.fits:
         return _commented_line(
             "recompute: full", f"with it a GPU needs {device}; without, more than {limit}"
         )

@@ -478,10 +478,10 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
-def config_flag_hint(word: str) -> str:
+def config_flag_hint(argument: str) -> str:
     """Return a hint for a word that looks like a settings file without its --config, or ""."""
-    is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
-    return f"; pass a settings file by --config {word}" if is_file else ""
+    is_file = argument.endswith((".yaml", ".yml")) and not argument.startswith("-")
+    return f"; pass a settings file by --config {argument}" if is_file else ""
 
 
 def _suggest_similar_name(name: str, known_names: Sequence[str]) -> str:

@@ -179,10 +179,10 @@ class ParallelConfig(Section):
         """Whether an unset axis (replicate or shard) can take the remaining ranks."""
         return self.replicate is None or self.shard is None
 
-    def fits_ranks(self, ranks: int) -> bool:
-        """Return whether the axes that are set can be laid out on ``ranks`` ranks."""
+    def fits_ranks(self, num_ranks: int) -> bool:
+        """Return whether the axes that are set can be laid out on ``num_ranks`` ranks."""
         num_needed = self.ranks_needed
-        return ranks == num_needed or (self.takes_more_ranks and ranks % num_needed == 0)
+        return num_ranks == num_needed or (self.takes_more_ranks and num_ranks % num_needed == 0)
 
     @property
     def rank_count_text(self) -> str:

@@ -36,9 +36,9 @@ def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
     return patterns
 
 
-def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
+def match_patterns(patterns: Mapping[str, float], layer_path: str) -> list[str]:
     """Return the patterns that match a layer's whole path or its end after a dot, as in peft."""
-    return [key for key in patterns if re.match(_path_end_pattern(key), layer)]
+    return [key for key in patterns if re.match(_path_end_pattern(key), layer_path)]
 
 
 def _path_end_pattern(pattern: str) -> str:
@@ -300,9 +300,9 @@ class TuneConfig(Section):
             if self.objective in users
         }
 
-    def adapter_scale(self, layer: str) -> float:
+    def adapter_scale(self, layer_path: str) -> float:
         """Return the scale of the output of the adapter on the layer with this path."""
-        ranks = [self.rank_pattern[key] for key in match_patterns(self.rank_pattern, layer)]
-        alphas = [self.alpha_pattern[key] for key in match_patterns(self.alpha_pattern, layer)]
+        ranks = [self.rank_pattern[key] for key in match_patterns(self.rank_pattern, layer_path)]
+        alphas = [self.alpha_pattern[key] for key in match_patterns(self.alpha_pattern, layer_path)]
         rank, alpha = [*ranks, self.rank][0], [*alphas, self.alpha][0]
         return alpha / (math.sqrt(rank) if self.rslora else rank)

@@ -235,7 +235,7 @@ _PREFERENCE_RULES = rules.rule_table(
         "logits are never held whole, and padding is not computed": "dpo_use_logits_to_keep "
         "dpo_use_liger_kernel dpo_padding_free",
     },
-    to_do={
+    todo_keys={
         "all pairs count alike": "dpo_use_weighting",
         "dpo takes sums of log-probabilities; ipo has means": "dpo_norm_loss",
         "accuracy, margin and log-probabilities are measured; run generate afterwards": (

@@ -330,9 +330,9 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     return {key: resolve_value(key, ()) for key in values}
 
 
-def render_yaml(conversion: ConvertedConfig, notes: Sequence[str], name: str) -> str:
+def render_yaml(conversion: ConvertedConfig, notes: Sequence[str], file_name: str) -> str:
     """Return our YAML, with the remaining tasks as comments above it."""
-    lines = [f"# From {name}, a config of {conversion.tool}, by hpc_tune convert."]
+    lines = [f"# From {file_name}, a config of {conversion.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
     return "\n".join(lines) + "\n" + yaml.safe_dump(conversion.config, sort_keys=False)
@@ -380,8 +380,8 @@ class _OutcomeRecorder:
     to_do_remarks: set[str] = field(default_factory=set)
     further_notes: list[str] = field(default_factory=list)
 
-    def record_outcome(self, key: str, text: str, outcome: Outcome) -> None:
-        """Record the outcome of a key; ``text`` is the key with its value."""
+    def record_outcome(self, key: str, key_with_value: str, outcome: Outcome) -> None:
+        """Record the outcome of a key; ``key_with_value`` is the key with its value."""
         settings = outcome.settings if isinstance(outcome, MappedKey) else {}
         conflicts = [
             name for name, value in settings.items() if self.our_settings.get(name, value) != value
@@ -398,13 +398,13 @@ class _OutcomeRecorder:
                     f"{name} = {format_their_value(v)}" for name, v in settings.items()
                 )
                 remark = f" -> {assignments}" + (f" ({outcome.remark})" if outcome.remark else "")
-                self.mapped_keys.setdefault(remark, {})[key] = text
+                self.mapped_keys.setdefault(remark, {})[key] = key_with_value
             case IgnoredKey():
                 remark = f": {outcome.reason}"
-                self.ignored_keys.setdefault(remark, {})[key] = text
+                self.ignored_keys.setdefault(remark, {})[key] = key_with_value
             case UnsupportedKey():
                 remark = f": {outcome.advice}"
-                self.unsupported_keys.setdefault(remark, {})[key] = text
+                self.unsupported_keys.setdefault(remark, {})[key] = key_with_value
         if not isinstance(outcome, IgnoredKey) and outcome.to_do:
             self.to_do_remarks.add(remark)
 

@@ -81,9 +81,9 @@ def _convert_init_adapter(value: Any, config: ForeignConfig) -> Outcome:
     return UnsupportedKey("tune.init_from takes the folder of one adapter", to_do=True)
 
 
-def init_adapter_rule(reference: str = "") -> Rule:
-    """Rule for the adapter to start from; ``reference`` is the key of the reference's adapter."""
-    return preferences.reference_adapter_rule(_convert_init_adapter, reference)
+def init_adapter_rule(reference_key: str = "") -> Rule:
+    """Rule for the adapter to start from; ``reference_key``: the key of the reference's adapter."""
+    return preferences.reference_adapter_rule(_convert_init_adapter, reference_key)
 
 
 def convert_val_size(value: Any, config: ForeignConfig) -> Outcome:
@@ -98,25 +98,25 @@ def convert_val_size(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def eval_steps_rule(
-    share: str, has_files: Callable[[ForeignConfig], bool] = lambda config: False
+    val_size_key: str, has_files: Callable[[ForeignConfig], bool] = lambda config: False
 ) -> Rule:
-    """Rule for the steps between evaluations, if ``share`` or files provide held-out data."""
+    """Rule for the steps between evaluations, if ``val_size_key`` or files give held-out data."""
 
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if isinstance(value, float) and value < 1:
             return UnsupportedKey("train.eval_every_steps is a number of steps: set it", to_do=True)
-        if has_files(config) or 0 < config.number(share) < 1:
+        if has_files(config) or 0 < config.number(val_size_key) < 1:
             return MappedKey({"train.eval_every_steps": value})
         return UnsupportedKey(f"set train.eval_every_steps={value} together with data.eval_path")
 
     return rule
 
 
-def early_stop_rule(share: str) -> Rule:
+def early_stop_rule(val_size_key: str) -> Rule:
     """Rule for early stopping: the evaluations without improvement after which a run ends."""
 
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if 0 < config.number(share) < 1 and config.number("eval_steps") >= 1:
+        if 0 < config.number(val_size_key) < 1 and config.number("eval_steps") >= 1:
             settings = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
             return MappedKey(settings, "the held-out loss counts, including the one at the start")
         return UnsupportedKey(
@@ -403,7 +403,7 @@ TRAINER_RULES = rules.rule_table(
         TRACKER_HINT: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
         "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
     },
-    to_do={
+    todo_keys={
         ROPE_ADVICE: "rope_scaling",
         rules.OPTIMIZER_ADVICE: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",

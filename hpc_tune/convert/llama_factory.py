@@ -194,7 +194,7 @@ def _convert_thinking(value: Any, config: ForeignConfig) -> Outcome:
 
 _MAPPED_RULES: dict[str, Rule] = {
     "model_name_or_path": rules.convert_model_path,
-    "adapter_name_or_path": hf_trainer.init_adapter_rule(reference="ref_model_adapters"),
+    "adapter_name_or_path": hf_trainer.init_adapter_rule(reference_key="ref_model_adapters"),
     "quantization_bit": _convert_quantization_bits,
     "quantization_method": hf_trainer.only_value_rule("bnb", hf_trainer.NF4_REASON),
     "quantization_type": hf_trainer.only_value_rule("nf4", hf_trainer.NF4_REASON),

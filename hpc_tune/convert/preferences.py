@@ -103,16 +103,16 @@ def convert_seq_len(length: int, config: ForeignConfig, remark: str = "") -> Map
     return MappedKey({"data.seq_len": length}, remark)
 
 
-def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
+def reference_adapter_rule(rule: Rule, reference_key: str = "") -> Rule:
     """Rule for the adapter to start from: ``rule``, with a remark if their reference differs.
 
-    ``key`` is their key for the reference's adapter, if they have one. If it is not set, their
-    reference is the model without any adapter.
+    ``reference_key`` is their key for the reference's adapter, if they have one. If it is not set,
+    their reference is the model without any adapter.
     """
 
     def rule_with_remark(value: Any, config: ForeignConfig) -> Outcome:
         outcome = apply_rule(rule, value, config)
-        is_same = bool(key) and config.get(key) == value
+        is_same = bool(reference_key) and config.get(reference_key) == value
         has_reference = make_tune_config(config).has_reference
         if not isinstance(outcome, MappedKey) or is_same or not has_reference:
             return outcome

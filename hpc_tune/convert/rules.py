@@ -77,11 +77,11 @@ class ForeignConfig:
         """Return whether a switch is set and on."""
         return str(self.get(key)).lower() == "true"
 
-    def items(self, name: str) -> list[dict[str, Any]]:
+    def items(self, list_key: str) -> list[dict[str, Any]]:
         """Return the items of a list of mappings, each with its values by dotted key."""
         items: dict[str, dict[str, Any]] = {}
         for key, value in self.values.items():
-            if match := re.fullmatch(rf"{name}\.(\d+)\.(.+)", key):
+            if match := re.fullmatch(rf"{list_key}\.(\d+)\.(.+)", key):
                 items.setdefault(match[1], {})[match[2]] = value
         return list(items.values())
 
@@ -266,17 +266,17 @@ def rule_table(
     rows: dict[str, Rule],
     ignored_keys: dict[str, str] | None = None,
     unsupported_keys: dict[str, str] | None = None,
-    to_do: dict[str, str] | None = None,
+    todo_keys: dict[str, str] | None = None,
 ) -> dict[str, Rule]:
     """Return ``rows`` plus rules for keys that set nothing, given as reason -> keys (by spaces).
 
     ``ignored_keys``: hpc_tune decides these itself. ``unsupported_keys``: not supported; ignored if
-    a config switches them off. ``to_do``: like ``unsupported_keys``, but the user must act.
+    a config switches them off. ``todo_keys``: like ``unsupported_keys``, but the user must act.
     """
     extra_tables = [
         rule_for_keys(IgnoredKey(reason), keys) for reason, keys in (ignored_keys or {}).items()
     ]
-    for must_act, table in ((False, unsupported_keys), (True, to_do)):
+    for must_act, table in ((False, unsupported_keys), (True, todo_keys)):
         for advice, keys in (table or {}).items():
             extra_tables.append(rule_for_keys(unsupported_rule(advice, must_act), keys))
     return join_tables(rows, *extra_tables)
@@ -377,12 +377,13 @@ PACKING_RULE = on_off_rule(
 
 
 def map_global_batch(
-    config: ForeignConfig, rows: str, accumulation: str, *sharing_keys: str
+    config: ForeignConfig, rows_key: str, accumulation_key: str, *sharing_keys: str
 ) -> MappedKey:
     """Return the global batch: rows per rank x accumulation x data-parallel ranks.
 
-    ``rows``, ``accumulation``: their keys for the first two; without a key, nothing is accumulated.
-    ``sharing_keys``: keys with a number of ranks that share a row; a missing key counts as 1.
+    ``rows_key``, ``accumulation_key``: their keys for the first two; without a key, nothing is
+    accumulated. ``sharing_keys``: keys with a number of ranks that share a row; a missing key
+    counts as 1.
 
     Raises:
         ConfigError: if the ranks are not a multiple of the ranks that share a row, or a value is no
@@ -394,8 +395,8 @@ def map_global_batch(
             f"--ranks {config.ranks}: in their config {ranks_per_row} ranks share each row; give a "
             f"multiple of {ranks_per_row}"
         )
-    rows_per_rank = config.integer(rows)
-    num_accumulated = config.integer(accumulation) if accumulation else 1
+    rows_per_rank = config.integer(rows_key)
+    num_accumulated = config.integer(accumulation_key) if accumulation_key else 1
     factors = rows_per_rank, num_accumulated, config.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
     return MappedKey({"batch.global_size": math.prod(factors)}, remark)
@@ -468,16 +469,16 @@ _SLICE_PATTERN = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
 _MIN_TRAINED_PERCENT = 50  # a smaller part is a subset, not data with a held-out rest
 
 
-def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey:
-    """Return how to extract a part of a file; ``part`` is a slice of the list of records ``r``."""
+def advise_on_slice(slice_text: str, our_key: str, file: Any = None) -> UnsupportedKey:
+    """Return how to extract a part of a file; ``slice_text``: a slice of its records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
-        records = part.replace("len(r)", "their number")
+        records = slice_text.replace("len(r)", "their number")
         advice = f"write records {records} of {file} (the first is 0) to a file of their own; set "
         return UnsupportedKey(f"{advice}{our_key} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
     hint = "" if is_known else ", FILE being JSON or JSONL"
-    command = f'python -c "{_EXTRACT_COMMAND.format(part=part)}" {name} > part.jsonl'
+    command = f'python -c "{_EXTRACT_COMMAND.format(part=slice_text)}" {name} > part.jsonl'
     return UnsupportedKey(
         f"write these records of a file to one of their own: {command}{hint}; then set {our_key} "
         "to part.jsonl",
@@ -485,13 +486,13 @@ def advise_on_slice(part: str, our_key: str, file: Any = None) -> UnsupportedKey
     )
 
 
-def record_count_rule(our_key: str, part: str) -> Rule:
-    """Rule for a number of records of each file; ``part``: the slice, with {} for the number."""
+def record_count_rule(our_key: str, slice_template: str) -> Rule:
+    """Rule for a number of records of each file; ``slice_template`` has {} for the number."""
 
     def rule(value: Any, config: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
             return UnsupportedKey("it is not a number of records", to_do=True)
-        slice_text = part.format(value)
+        slice_text = slice_template.format(value)
         return OFF_KEY if slice_text == "0:" else advise_on_slice(slice_text, our_key)
 
     return rule

@@ -52,10 +52,13 @@ def _component_name(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-def _usable_path(part: str, config: ForeignConfig) -> Any:
+def _usable_path(dataset_key: str, config: ForeignConfig) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
-    files, source = config.get(f"{part}.data_files"), str(config.get(f"{part}.source", ""))
-    if part == "dataset_val" and config.get(f"{part}.split", "train") != "train":
+    files, source = (
+        config.get(f"{dataset_key}.data_files"),
+        str(config.get(f"{dataset_key}.source", "")),
+    )
+    if dataset_key == "dataset_val" and config.get(f"{dataset_key}.split", "train") != "train":
         return None
     if files is not None:
         return files if rules.is_usable_file(files) else None
@@ -90,20 +93,24 @@ def _held_out_is_rest_of_file(config: ForeignConfig) -> bool:
     )
 
 
-def _split_rule(part: str) -> Rule:
+def _split_rule(dataset_key: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and rules.complement_split(value) and _holds_out_fraction(config):
+        if (
+            dataset_key == "dataset_val"
+            and rules.complement_split(value)
+            and _holds_out_fraction(config)
+        ):
             return _EVAL_FRACTION_KEY
-        return _convert_dataset_split(part, value, config)
+        return _convert_dataset_split(dataset_key, value, config)
 
     return rule
 
 
-def _convert_dataset_split(part: str, value: Any, config: ForeignConfig) -> Outcome:
-    is_whole = part == "dataset" and _held_out_is_rest_of_file(config)
-    file = config.get(f"{part}.data_files", config.get(f"{part}.source"))
+def _convert_dataset_split(dataset_key: str, value: Any, config: ForeignConfig) -> Outcome:
+    is_whole = dataset_key == "dataset" and _held_out_is_rest_of_file(config)
+    file = config.get(f"{dataset_key}.data_files", config.get(f"{dataset_key}.source"))
     data_path = file if isinstance(file, str) and rules.is_data_path(file) else None
-    return rules.convert_split(value, _DATASET_SETTINGS[part], data_path, is_whole)
+    return rules.convert_split(value, _DATASET_SETTINGS[dataset_key], data_path, is_whole)
 
 
 def _convert_dataset_component(value: Any, config: ForeignConfig) -> Outcome:
@@ -132,30 +139,31 @@ def _convert_dataset_component(value: Any, config: ForeignConfig) -> Outcome:
     return MappedKey({"data.columns": columns}) if columns else _FORM_IMPLIED_KEY
 
 
-def _source_rule(part: str) -> Rule:
+def _source_rule(dataset_key: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if config.get(f"{part}.data_files"):
+        if config.get(f"{dataset_key}.data_files"):
             return rules.FORMAT_IMPLIED_KEY
-        if part == "dataset_val" and _holds_out_fraction(config):
+        if dataset_key == "dataset_val" and _holds_out_fraction(config):
             return _EVAL_FRACTION_KEY
-        path = _usable_path(part, config)
+        path = _usable_path(dataset_key, config)
         return (
-            MappedKey({_DATASET_SETTINGS[part]: path})
+            MappedKey({_DATASET_SETTINGS[dataset_key]: path})
             if path
-            else rules.explain_hub_data(value, _DATASET_SETTINGS[part])
+            else rules.explain_hub_data(value, _DATASET_SETTINGS[dataset_key])
         )
 
     return rule
 
 
-def _files_rule(part: str) -> Rule:
+def _files_rule(dataset_key: str) -> Rule:
     def rule(value: Any, config: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and _holds_out_fraction(config):
+        if dataset_key == "dataset_val" and _holds_out_fraction(config):
             return _EVAL_FRACTION_KEY
-        if path := _usable_path(part, config):
-            return MappedKey({_DATASET_SETTINGS[part]: path})
+        if path := _usable_path(dataset_key, config):
+            return MappedKey({_DATASET_SETTINGS[dataset_key]: path})
         return UnsupportedKey(
-            f"write it as JSONL or Parquet into one file or folder; set {_DATASET_SETTINGS[part]}",
+            "write it as JSONL or Parquet into one file or folder; set "
+            f"{_DATASET_SETTINGS[dataset_key]}",
             to_do=True,
         )
 

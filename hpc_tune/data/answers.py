@@ -298,15 +298,15 @@ class AnswerFinder:
         self._tokens, self.special = tuple(special_tokens), longest_match_pattern(special_tokens)
         self._next_special_token = re.compile(rf"\s*({self.special.pattern})")
 
-    def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
-        """Return the span of each of ``answers`` (numbers of messages); None where unsure."""
-        spans = [self._find_by_prefixes(chat, index) for index in answers]
+    def find(self, chat: RenderedChat, answer_indices: Sequence[int]) -> list[Span | None]:
+        """Return the span of each of ``answer_indices`` (of messages); None where unsure."""
+        spans = [self._find_by_prefixes(chat, index) for index in answer_indices]
         if None in spans:  # beginnings cannot be trusted in this chat: try the others first
             spans = [
                 self._find_by_tool_calls(chat, index)
                 or self._find_by_sentinel(chat, index)
                 or prefix_span
-                for index, prefix_span in zip(answers, spans, strict=True)
+                for index, prefix_span in zip(answer_indices, spans, strict=True)
             ]
         end = 0
         for number, span in enumerate(spans):
@@ -395,8 +395,10 @@ class AnswerFinder:
             return None
         return start, stop
 
-    def _find_most_similar_end(self, text: str, start: int, answer: str, end: str) -> int | None:
-        """Return the end of the ``end`` token whose preceding text is most like ``answer``'s end.
+    def _find_most_similar_end(
+        self, text: str, start: int, answer: str, end_token: str
+    ) -> int | None:
+        """Return the end of the ``end_token`` whose preceding text is most like ``answer``'s end.
 
         Only tokens in ``text`` after ``start`` count; of equally good ones, the last. None if no
         text before one ends as ``answer`` does, without the whitespace before the token.
@@ -405,7 +407,7 @@ class AnswerFinder:
         for token in self.special.finditer(text, start):
             text_before = text[: token.start()].rstrip()
             num_common = len(os.path.commonprefix([text_before[::-1], answer[::-1]]))
-            if num_common >= max_common and token[0] == end:
+            if num_common >= max_common and token[0] == end_token:
                 best_end, max_common = token.end(), num_common
         return best_end
 

@@ -220,7 +220,7 @@ class Renderer:
         return "the chat template does not show where the answer begins"
 
     def _include_end_token(
-        self, chat: Chat, number: int, full_text: str, span: Span
+        self, chat: Chat, answer_index: int, full_text: str, span: Span
     ) -> tuple[str, Span]:
         """Return the text, and an answer without an end token extended by the token after it.
 
@@ -232,7 +232,7 @@ class Renderer:
         if not is_marked:
             rendered_chat = self._make_rendered_chat(chat, full_text)
             text_and_span = self._answer_finder.extend_by_next_turn_token(
-                rendered_chat, number, span
+                rendered_chat, answer_index, span
             )
         self._counters.unended_answers += text_and_span is None
         self._counters.ended_by_next += text_and_span is not None
@@ -346,7 +346,7 @@ class Renderer:
             else:
                 self._counters.count_role("left_out", role)
 
-    def _turn_tokens(self, special: Sequence[str]) -> set[str]:
+    def _turn_tokens(self, special_tokens: Sequence[str]) -> set[str]:
         """Return the special tokens barred from answers: those around turns, and bos, eos, pad, ...
 
         All special tokens if the template renders no trial chat, or writes none of them in it.
@@ -360,9 +360,9 @@ class Renderer:
                 text = self._apply_template(turns, True, None)
             except TEMPLATE_ERRORS:
                 continue
-            turn_tokens = {token for token in special if token in text}
-            return named_tokens | (turn_tokens or {*special})
-        return {*special}
+            turn_tokens = {token for token in special_tokens if token in text}
+            return named_tokens | (turn_tokens or {*special_tokens})
+        return {*special_tokens}
 
     def _select_all_except_unlearned(
         self, chat: Chat, answer_indices: list[int], answer_spans: list[AnswerSpans], full_text: str
@@ -447,11 +447,11 @@ def _drop_weights_if_all_one(weights: Sequence[float]) -> tuple[float, ...]:
     return () if all(weight == 1 for weight in weights) else tuple(weights)
 
 
-def _is_empty_answer(message: dict[str, Any], learned: str) -> bool:
-    """Return whether an answer has no text, and ``learned`` has none of its reasoning or calls."""
+def _is_empty_answer(message: dict[str, Any], learned_text: str) -> bool:
+    """Return whether an answer has no text, and ``learned_text`` no reasoning or calls of it."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
     other_parts = [_read_reasoning(message), *_called_tool_names(message)]
-    return not (text or any(part and part in learned for part in other_parts))
+    return not (text or any(part and part in learned_text for part in other_parts))
 
 
 def _called_tool_names(message: dict[str, Any]) -> list[str]:
@@ -463,10 +463,10 @@ def _tool_name(tool: Any) -> str:
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
-def _is_reasoning_present(message: dict[str, Any], learned: str) -> bool:
+def _is_reasoning_present(message: dict[str, Any], learned_text: str) -> bool:
     """Return whether the learned text has a reasoning block that is not in the data."""
     is_given = _END_OF_REASONING in (message.get("content") or "") or _read_reasoning(message)
-    return _END_OF_REASONING in learned and not is_given
+    return _END_OF_REASONING in learned_text and not is_given
 
 
 def _read_reasoning(message: dict[str, Any]) -> str:

@@ -242,10 +242,10 @@ _STDLIB_ROOT = Path(sysconfig.get_path("stdlib"))
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "_vendor"}
 
 
-def list_pydocs_modules(heldout: bool) -> list[str]:
+def list_pydocs_modules(is_heldout: bool) -> list[str]:
     """Return the top-level modules of one split, sorted."""
     names = sorted(sys.stdlib_module_names - _SKIPPED_MODULES)
-    return [name for name in names if _is_heldout(name) == heldout and _module_files(name)]
+    return [name for name in names if _is_heldout(name) == is_heldout and _module_files(name)]
 
 
 def read_pydocs_module(name: str) -> Iterator[tuple[str, str]]:

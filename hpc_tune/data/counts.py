@@ -114,9 +114,9 @@ class Counters:
         key = str(round_up_length(length))
         self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1
 
-    def count_role(self, name: str, role: str) -> None:
-        """Count a message of a role in the field ``name``."""
-        _increment_count(getattr(self, name), role, "others")
+    def count_role(self, counter_name: str, role: str) -> None:
+        """Count a message of a role in the field ``counter_name``."""
+        _increment_count(getattr(self, counter_name), role, "others")
 
     def add(self, other: "Counters") -> None:
         """Add another part's counts to these."""
@@ -183,10 +183,12 @@ class ReadFindings:
         if self.has_room_for_bad_row:
             self.first_bad.append(problem)
 
-    def note_columns(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+    def note_columns(
+        self, used_names: Iterable[str] = (), unread_names: Iterable[str] = ()
+    ) -> None:
         """Add names of columns that were read, or were not."""
-        self.used += [name for name in used if name not in self.used]
-        new_names = [name for name in unread if name not in self.unread]
+        self.used += [name for name in used_names if name not in self.used]
+        new_names = [name for name in unread_names if name not in self.unread]
         self.unread += new_names[: max(_MAX_COLUMN_NAMES - len(self.unread), 0)]
 
     def add(self, other: "ReadFindings") -> None:

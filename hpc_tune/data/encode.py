@@ -124,9 +124,9 @@ class Encoder:
         for number in (example.token_ids.min(initial=0), example.token_ids.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
-                    f"{example.location}: it has the token {number}, but the tokenizer {self._name} "
-                    f"has only tokens 0 to {self._num_ids - 1}; set model.path to a model whose "
-                    "tokenizer made the data"
+                    f"{example.location}: it has the token {number}, but the tokenizer "
+                    f"{self._name} has only tokens 0 to {self._num_ids - 1}; set model.path to a "
+                    "model whose tokenizer made the data"
                 )
         item = RenderedText("", None, split=True)
         yield from self._make_block(

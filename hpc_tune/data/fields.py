@@ -28,7 +28,7 @@ def require_object(record: Any) -> None:
         raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
 
 
-def parse_json_text(value: Any, where: str, blank_value: Any) -> Any:
+def parse_json_text(value: Any, location: str, blank_value: Any) -> Any:
     """Parse a text as JSON, with ``blank_value`` for blank text; return other values unchanged."""
     if not isinstance(value, str):
         return value
@@ -36,7 +36,7 @@ def parse_json_text(value: Any, where: str, blank_value: Any) -> Any:
         return json.loads(value) if value.strip() else blank_value
     except (ValueError, RecursionError) as error:
         raise WrongRecord(
-            f"{where} is text that is not JSON ({error}): {format_value(value)}"
+            f"{location} is text that is not JSON ({error}): {format_value(value)}"
         ) from error
 
 
@@ -80,28 +80,28 @@ LOSS_WEIGHT_FIELDS = (*_NUMERIC_WEIGHT_FIELDS, "train", "training", "loss", "los
 ADVANTAGE_FIELDS = ("advantage", "advantages")
 
 
-def read_loss_weight(fields: dict[str, Any], where: str) -> float | None:
+def read_loss_weight(fields: dict[str, Any], location: str) -> float | None:
     """Return the weight in the loss that a turn's, or a row's, own marks give it; None without any.
 
     Raises:
         WrongRecord: if a mark is not a valid number, or two of them contradict each other.
     """
     marks = {name: fields[name] for name in LOSS_WEIGHT_FIELDS if not is_unset(fields.get(name))}
-    weights = {name: _parse_loss_weight(name, value, where) for name, value in marks.items()}
+    weights = {name: _parse_loss_weight(name, value, location) for name, value in marks.items()}
     # A mark that only says "learned" leaves the weight to the other marks.
     values = {weights[name] for name in _NUMERIC_WEIGHT_FIELDS if name in weights} or set(
         weights.values()
     )
     if len(values) > 1 or len(set(map(bool, weights.values()))) > 1:
-        raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
+        raise WrongRecord(f"{location}: {' and '.join(marks)} contradict each other")
     return values.pop() if values else None
 
 
-def _parse_loss_weight(name: str, value: Any, where: str) -> float:
+def _parse_loss_weight(name: str, value: Any, location: str) -> float:
     if name not in _NUMERIC_WEIGHT_FIELDS:
         if value not in (0, 1):
             raise WrongRecord(
-                f"{where}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "
+                f"{location}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "
                 "answer is learned or not; weight says how much it counts"
             )
         return float(value)
@@ -111,7 +111,7 @@ def _parse_loss_weight(name: str, value: Any, where: str) -> float:
         if value == 0 or 0 < stored_weight < float("inf"):
             return stored_weight
     raise WrongRecord(
-        f"{where}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
+        f"{location}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
         "counts in the loss (0: not learned; 1: as without a weight)"
     )
 
@@ -162,7 +162,7 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
 
 
 def read_tool_calls(
-    message: dict[str, Any], tools: list[Any] | None, where: str
+    message: dict[str, Any], tools: list[Any] | None, location: str
 ) -> list[dict[str, Any]]:
     """Return the tool calls of a message, without null arguments that ``tools`` do not define.
 
@@ -170,16 +170,16 @@ def read_tool_calls(
         WrongRecord: if they are not JSON or not a list, one has no name, or tool_calls and
             function_call differ.
     """
-    raw_calls = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
+    raw_calls = parse_json_text(message.get("tool_calls"), f"{location}: tool_calls", [])
     if not is_unset(raw_calls) and not isinstance(raw_calls, list):
-        raise WrongRecord(f"{where}: tool_calls is {json_type_name(raw_calls)}, expected a list")
-    calls = [_read_tool_call(call, where) for call in raw_calls or ()]
-    legacy_call = parse_json_text(message.get("function_call"), f"{where}: function_call", None)
+        raise WrongRecord(f"{location}: tool_calls is {json_type_name(raw_calls)}, expected a list")
+    calls = [_read_tool_call(call, location) for call in raw_calls or ()]
+    legacy_call = parse_json_text(message.get("function_call"), f"{location}: function_call", None)
     if not is_unset(legacy_call):
-        call = _read_tool_call({"type": "function", "function": legacy_call}, where)
+        call = _read_tool_call({"type": "function", "function": legacy_call}, location)
         if calls and _unwrap_functions(calls) != _unwrap_functions([call]):
             raise WrongRecord(
-                f"{where}: tool_calls and function_call are both given, and differ; keep one"
+                f"{location}: tool_calls and function_call are both given, and differ; keep one"
             )
         calls = calls or [call]
     tool_properties = {
@@ -238,10 +238,10 @@ def _read_tool(tool: Any) -> Any:
     return parsed_tool
 
 
-def _parse_schema(value: Any, where: str) -> Any:
+def _parse_schema(value: Any, location: str) -> Any:
     """Return a tool or its parameters, which may be JSON text, without keys that are null."""
     try:
-        return _drop_null_keys(parse_json_text(value, where, {}))
+        return _drop_null_keys(parse_json_text(value, location, {}))
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
 
@@ -261,19 +261,19 @@ def _drop_null_keys(value: Any) -> Any:
     return [_drop_null_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_tool_call(raw_call: Any, where: str) -> dict[str, Any]:
+def _read_tool_call(raw_call: Any, location: str) -> dict[str, Any]:
     """Return a tool call as new objects, with its arguments as an object."""
     entries = raw_call.items() if isinstance(raw_call, dict) else ()
     call = {k: v for k, v in entries if k in _ARGUMENT_KEYS or not is_unset(v)}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise WrongRecord(
-            f"{where}: a tool call is {format_value(raw_call)}, expected a name and arguments"
+            f"{location}: a tool call is {format_value(raw_call)}, expected a name and arguments"
         )
     function = dict(function)
     for field in _ARGUMENT_KEYS:
         if field in function:
-            arguments = parse_json_text(function.pop(field), f"{where}: {field}", {})
+            arguments = parse_json_text(function.pop(field), f"{location}: {field}", {})
             function["arguments"] = {} if arguments is None else arguments
             break
     return {**call, "function": function} if "function" in call else function

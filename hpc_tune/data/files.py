@@ -44,8 +44,8 @@ KIND_BY_SUFFIX: dict[str, FileKind] = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
 KNOWN_KINDS_TEXT = (
-    f"{', '.join(KIND_BY_SUFFIX)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
-    "Megatron with its .idx"
+    f"{', '.join(KIND_BY_SUFFIX)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a "
+    ".bin of Megatron with its .idx"
 )
 _MEGATRON_SUFFIX, _MEGATRON_INDEX_SUFFIX = ".bin", ".idx"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
@@ -308,15 +308,15 @@ def _advise_on_cache(folder: Path, cache_folders: Sequence[Path]) -> str:
     )
 
 
-def _versioned_table_kind(folder: Path, inner: Path) -> str | None:
-    """Return the kind of table whose history is in ``inner``; None if it is no table's history."""
+def _versioned_table_kind(folder: Path, subfolder: Path) -> str | None:
+    """Return the kind of table whose history is in ``subfolder``; None if it is none's."""
     if (
-        inner.name == "metadata"
+        subfolder.name == "metadata"
         and (folder / "data").is_dir()
-        and any(inner.glob("*.metadata.json"))
+        and any(subfolder.glob("*.metadata.json"))
     ):
         return "an Iceberg"
-    return {"_delta_log": "a Delta", ".hoodie": "a Hudi"}.get(inner.name)
+    return {"_delta_log": "a Delta", ".hoodie": "a Hudi"}.get(subfolder.name)
 
 
 def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -320,7 +320,7 @@ class TokenStore:
         """The number of tokens in the file."""
         return len(self.tokens)
 
-    def document(self, document: int) -> TokensAndMask:
+    def document(self, index: int) -> TokensAndMask:
         """Return a document's tokens and loss mask, both of shape [length].
 
         A mask with weights is fp32, and holds the weight of each token in the loss.
@@ -328,7 +328,7 @@ class TokenStore:
         Raises:
             DataError: if the file was cut off since it was opened.
         """
-        start, stop = map(int, self.offsets[document : document + 2])
+        start, stop = map(int, self.offsets[index : index + 2])
         mask = self.loss_mask if self.loss_weights is None else self.loss_weights
         return self.tokens[start:stop], mask[start:stop]
 
@@ -353,16 +353,16 @@ class TokenStore:
         borders = self.borders[:]
         return int(max(borders.max(), (np.diff(self.offsets[:]) - borders).max()))
 
-    def sides(self, document: int) -> list[TokensAndMask]:
+    def sides(self, index: int) -> list[TokensAndMask]:
         """Return tokens and loss mask of each side: one, or for preferences two if both are there.
 
         Raises:
             DataError: if the file was cut off since it was opened.
         """
-        tokens, mask = self.document(document)
+        tokens, mask = self.document(index)
         if self.borders is None:
             return [(tokens, mask)]
-        return split_sides(tokens, mask, int(self.borders[document]))
+        return split_sides(tokens, mask, int(self.borders[index]))
 
     def require_form(self, form: DataForm) -> None:
         """Check that the file was prepared for ``form``.
@@ -394,19 +394,19 @@ class TokenStore:
                 f"{PREPARE_AGAIN_ADVICE}"
             )
 
-    def require_embeddings(self, rows: int, name: str) -> None:
-        """Check that a model with ``rows`` embeddings has one for each token.
+    def require_embeddings(self, num_embeddings: int, token_name: str) -> None:
+        """Check that a model with ``num_embeddings`` embeddings has one for each token.
 
-        ``name`` is the name of the file's highest token.
+        ``token_name`` is the name of the file's highest token.
 
         Raises:
             DataError: if the highest token has none.
         """
-        if (highest := self.attributes.highest_token) >= rows:
+        if (highest := self.attributes.highest_token) >= num_embeddings:
             raise DataError(
-                f"{self.path} has the token {highest} ({name}), but the model has embeddings for"
-                f" only {rows} tokens; take that token out of the data, or resize the model's"
-                " embeddings first (resize_token_embeddings)"
+                f"{self.path} has the token {highest} ({token_name}), but the model has embeddings "
+                f"for only {num_embeddings} tokens; take that token out of the data, or resize the "
+                "model's embeddings first (resize_token_embeddings)"
             )
 
     def _require_consistent(self) -> None:

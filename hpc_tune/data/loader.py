@@ -45,9 +45,9 @@ class Prefetcher:
     without a thread.
     """
 
-    def __init__(self, build: BuildStep, limit: int, step_bytes: int) -> None:
+    def __init__(self, build: BuildStep, limit_bytes: int, step_bytes: int) -> None:
         """Begin at row 0; the thread starts with the first ``take``."""
-        self._build, self._limit, self._step_bytes = build, limit, step_bytes
+        self._build, self._limit, self._step_bytes = build, limit_bytes, step_bytes
         self._build_lock = threading.Lock()
         self._condition = threading.Condition()
         # Guarded by _condition. The queue holds the steps up to row _next_row without a gap.
@@ -92,11 +92,11 @@ class Prefetcher:
             self._generation += 1
             self._condition.notify_all()
 
-    def set_limit_bytes(self, limit: int) -> None:
+    def set_limit_bytes(self, limit_bytes: int) -> None:
         """Change the budget; the steps farthest ahead are discarded first."""
         with self._condition:
-            self._limit = limit
-            while self._queue and self._queued_bytes > limit:
+            self._limit = limit_bytes
+            while self._queue and self._queued_bytes > limit_bytes:
                 self._next_row, _, num_bytes = self._queue.pop()
                 self._queued_bytes -= num_bytes
                 self._is_at_end = False
@@ -271,9 +271,9 @@ class Loader:
         self._rows = state["rows"]
         self._prefetcher.restart(self._rows)
 
-    def set_micro_size(self, rows: int) -> None:
+    def set_micro_size(self, num_rows: int) -> None:
         """Change the micro-batch size of later steps; prefetched steps are discarded."""
-        self._micro_size = rows
+        self._micro_size = num_rows
         self._prefetcher.restart(self._rows)
 
     def set_prefetch(self, num_bytes: int) -> None:
@@ -293,8 +293,8 @@ class Loader:
         """End the thread."""
         self._prefetcher.close()
 
-    def _find_step_end(self, rows: int) -> int:
-        return min(rows + self._global_size, self.total_rows)
+    def _find_step_end(self, start: int) -> int:
+        return min(start + self._global_size, self.total_rows)
 
     def _step_bytes(self) -> int:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
@@ -327,10 +327,14 @@ class HeldOutRows:
         num_rows: int | None = None,
         rank: int = 0,
         size: int = 1,
-        limit: int | None = None,
+        document_limit: int | None = None,
     ) -> None:
-        """Pack the store's length histogram. ``num_rows``: None means all; ``limit``: documents."""
-        self._packed_rows, self._rank, self._size = PackedRows(store, order, limit), rank, size
+        """Pack the lengths of up to ``document_limit`` documents. ``num_rows``: None means all."""
+        self._packed_rows, self._rank, self._size = (
+            PackedRows(store, order, document_limit),
+            rank,
+            size,
+        )
         num_packed = self._packed_rows.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
@@ -429,8 +433,8 @@ def _count_overlong_documents(store: TokenStore, seq_len: int) -> Counter[int]:
     )
 
 
-def _length_quantile(lengths: Counter[int], share: float) -> int:
-    """Return the length that ``share`` of the documents do not exceed."""
+def _length_quantile(lengths: Counter[int], fraction: float) -> int:
+    """Return the length that ``fraction`` of the documents do not exceed."""
     sorted_lengths = sorted(lengths)
     ends = np.cumsum([lengths[length] for length in sorted_lengths])
-    return sorted_lengths[int(np.searchsorted(ends, share * ends[-1]))]
+    return sorted_lengths[int(np.searchsorted(ends, fraction * ends[-1]))]

@@ -34,7 +34,7 @@ _MASK_64_BITS = (1 << 64) - 1
 class Indexable(Protocol):
     """What has a value at each index: a list, an array or a column of prepared data."""
 
-    def __getitem__(self, at: Any, /) -> Any:
+    def __getitem__(self, index: Any, /) -> Any:
         """Return the value at an index."""
 
 

@@ -3,7 +3,8 @@
     row number -> documents (order.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
 For pairs, the chosen answer is followed by the rejected one in the same row. For labeled answers,
-the batch holds the rows' own answers, and ``mismatched_batch`` other rows' answers to the same prompts.
+the batch holds the rows' own answers, and ``mismatched_batch`` other rows' answers to the same
+prompts.
 
 Shapes: B rows, T tokens per row, P pairs or labeled answers.
 """

@@ -50,16 +50,16 @@ Answer = str | Messages
 
 
 def split_chats(
-    chosen: Messages, rejected: Messages, names: Sequence[str]
+    chosen: Messages, rejected: Messages, field_names: Sequence[str]
 ) -> tuple[Messages, Messages, Messages]:
     """Return the messages that two chats begin with, and what follows in each.
 
-    ``names``: the fields of the two chats.
+    ``field_names``: the fields of the two chats.
 
     Raises:
         WrongRecord: if the chats are the same, begin differently, or go on with no answer.
     """
-    both = " and ".join(names)
+    both = " and ".join(field_names)
     if chosen == rejected:
         raise WrongRecord(
             f"{both} are the same: neither is preferred; take the row out, or set"
@@ -69,7 +69,7 @@ def split_chats(
     while begin < min(len(chosen), len(rejected)) and chosen[begin] == rejected[begin]:
         begin += 1
     tails = chosen[begin:], rejected[begin:]
-    for name, tail in zip(names, tails, strict=True):
+    for name, tail in zip(field_names, tails, strict=True):
         if not tail:
             raise _make_missing_answer_error(name)
         if not begin or tail[0]["role"] != "assistant":
@@ -81,15 +81,20 @@ def split_chats(
     return chosen[:begin], *tails
 
 
-def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Prompt, Answer, Answer]:
+def split_texts(
+    chosen: str, rejected: str, field_names: Sequence[str]
+) -> tuple[Prompt, Answer, Answer]:
     """Return the prompt that two texts begin with, and what follows in each.
 
     Raises:
         WrongRecord: if one of the three would be empty, or what follows in a dialogue is Human's.
     """
-    chosen_turns, rejected_turns = _split_turns(chosen, names[0]), _split_turns(rejected, names[1])
+    chosen_turns, rejected_turns = (
+        _split_turns(chosen, field_names[0]),
+        _split_turns(rejected, field_names[1]),
+    )
     if chosen_turns and rejected_turns:
-        prompt, *answer_turns = split_chats(chosen_turns, rejected_turns, names)
+        prompt, *answer_turns = split_chats(chosen_turns, rejected_turns, field_names)
         completion = _as_completion(prompt)
         if completion is None or [*map(len, answer_turns)] != [1, 1]:
             return prompt, answer_turns[0], answer_turns[1]
@@ -99,10 +104,10 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     answers = [text[len(prefix) :].lstrip() for text in (chosen, rejected)]
     if not prefix.strip():
         raise WrongRecord(
-            f"{' and '.join(names)} are texts that begin with different words, but there is "
+            f"{' and '.join(field_names)} are texts that begin with different words, but there is "
             "no prompt; expected one beside them, or texts that begin with it"
         )
-    for name, answer in zip(names, answers, strict=True):
+    for name, answer in zip(field_names, answers, strict=True):
         if not answer:
             raise _make_missing_answer_error(name)
     return Completion(prefix.rstrip(), "", plain_prompt=prefix), answers[0], answers[1]
@@ -255,11 +260,15 @@ def has_label(record: dict[str, Any]) -> bool:
     return any(record.get(name) is not None for name in LABEL_FIELDS)
 
 
-def replace_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
-    """Return ``example`` with its answer replaced by all messages of the answer in ``other``."""
-    if isinstance(example, Completion) and isinstance(other, Completion):
-        return replace(example, completion=other.completion)
-    chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
+def replace_answer(
+    example: Chat | Completion, answer_source: Chat | Completion
+) -> Chat | Completion:
+    """Return ``example`` with all messages of ``answer_source``'s answer in place of its own."""
+    if isinstance(example, Completion) and isinstance(answer_source, Completion):
+        return replace(example, completion=answer_source.completion)
+    chat, answers = (
+        e.as_chat() if isinstance(e, Completion) else e for e in (example, answer_source)
+    )
     begin, others_begin = find_first_learned_answer(chat), find_first_learned_answer(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
@@ -303,19 +312,19 @@ def _find_only_field(record: dict[str, Any], names: Sequence[str]) -> str | None
 
 
 def _split_row(
-    record: dict[str, Any], better: str | None, worse: str | None
+    record: dict[str, Any], chosen_field: str | None, rejected_field: str | None
 ) -> tuple[Prompt, Answer, Answer]:
-    """Return prompt, chosen and rejected answer; ``better``, ``worse``: the answers' fields."""
+    """Return prompt, chosen and rejected answer; the fields are those of the answers."""
     chat_field = next((name for name in CHAT_FIELDS if not is_unset(record.get(name))), None)
-    if better is None and worse != "rejected" and chat_field is not None:
-        return _split_ms_swift_row(record, chat_field, str(worse))
-    if better is None or worse is None:
+    if chosen_field is None and rejected_field != "rejected" and chat_field is not None:
+        return _split_ms_swift_row(record, chat_field, str(rejected_field))
+    if chosen_field is None or rejected_field is None:
         raise WrongRecord(
-            f"found {better or worse}, but {'rejected' if better else 'chosen'} is missing;"
-            f" {_EXPECTED_PAIRS}"
+            f"found {chosen_field or rejected_field}, but "
+            f"{'rejected' if chosen_field else 'chosen'} is missing; {_EXPECTED_PAIRS}"
         )
-    chosen, rejected = _read_answer(record, better), _read_answer(record, worse)
-    names = (better, worse)
+    chosen, rejected = _read_answer(record, chosen_field), _read_answer(record, rejected_field)
+    names = (chosen_field, rejected_field)
     if isinstance(chosen, list) and isinstance(rejected, list):
         are_whole = [side[0]["role"] != "assistant" for side in (chosen, rejected)]
         if any(are_whole):
@@ -329,13 +338,14 @@ def _split_row(
         text, *answers = split_texts(chosen, rejected, names)
         return _add_system(text, record), answers[0], answers[1]
     raise WrongRecord(
-        f"{better} and {worse} are answers, and their prompt is missing; {_EXPECTED_PAIRS}"
+        f"{chosen_field} and {rejected_field} are answers, and their prompt is missing; "
+        f"{_EXPECTED_PAIRS}"
     )
 
 
-def _refuse_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) -> None:
+def _refuse_mixed_sides(sides: tuple[Answer, Answer], field_names: tuple[str, str]) -> None:
     """Refuse a whole chat beside an answer that is text."""
-    for side, name, other in zip(sides, names, reversed(names), strict=True):
+    for side, name, other in zip(sides, field_names, reversed(field_names), strict=True):
         if isinstance(side, list) and side[0]["role"] != "assistant":
             raise WrongRecord(
                 f"{name} is a whole chat and {other} is text: expected two whole chats, or a prompt"
@@ -344,23 +354,28 @@ def _refuse_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) ->
 
 
 def _split_ms_swift_row(
-    record: dict[str, Any], field: str, worse: str
+    record: dict[str, Any], chat_field: str, rejected_field: str
 ) -> tuple[Messages, Answer, Answer]:
     """Return prompt, chosen and rejected answer of a row whose messages end with the chosen one.
 
     It is all after the user's last turn, or what differs if the rejected one is a whole chat.
     """
-    messages, rejected = _read_turns(record[field], field), _read_answer(record, worse)
+    messages, rejected = (
+        _read_turns(record[chat_field], chat_field),
+        _read_answer(record, rejected_field),
+    )
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
-            f"{field} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
-            f" answer that is preferred to {worse}"
+            f"{chat_field} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
+            f" answer that is preferred to {rejected_field}"
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
-        return split_chats(messages, rejected, (field, worse))
+        return split_chats(messages, rejected, (chat_field, rejected_field))
     begin = _last_round_start(messages)
     if not begin:
-        raise WrongRecord(f"{field} begins with its answer, expected a turn of the user before it")
+        raise WrongRecord(
+            f"{chat_field} begins with its answer, expected a turn of the user before it"
+        )
     return messages[:begin], messages[begin:], rejected
 
 
@@ -455,7 +470,9 @@ def _read_tools(record: dict[str, Any]) -> list[Any] | None:
     return read_tools(openai_input if isinstance(openai_input, dict) else record)
 
 
-def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequence[str]) -> None:
+def _require_same_prompt(
+    record: dict[str, Any], prompt: Messages, field_names: Sequence[str]
+) -> None:
     """Check that the prompt field agrees with the prompt that two whole chats begin with."""
     value = record.get("prompt")
     if is_unset(value):
@@ -468,7 +485,7 @@ def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequen
         is_same = turns == prompt[: len(turns)]
     if not is_same:
         raise WrongRecord(
-            f"prompt is {format_value(value)}, but the chats of {' and '.join(names)} begin with"
+            f"prompt is {format_value(value)}, but the chats of {' and '.join(field_names)} begin with"
             f" {format_value(prompt[-1])}; take one of the prompts out"
         )
 
@@ -570,34 +587,38 @@ def _has_content(message: dict[str, Any]) -> bool:
 MIN_LABEL_WEIGHT_RATIO, MAX_LABEL_WEIGHT_RATIO = 1.0, 1.33
 
 
-def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
+def require_both_labels(num_desirable: int, num_undesirable: int, source: str) -> None:
     """Check that there are good answers and others.
 
     Raises:
         DataError: if there is one kind alone.
     """
-    if num_good and num_bad:
+    if num_desirable and num_undesirable:
         return
-    label = "true" if num_good else "false"
-    advice = "or tune.objective=sft, which learns answers that are all good" if num_good else ""
+    label = "true" if num_desirable else "false"
+    advice = (
+        "or tune.objective=sft, which learns answers that are all good" if num_desirable else ""
+    )
     raise DataError(
-        f"all {num_good + num_bad} labels of {where} are {label}: kto compares good answers with "
+        f"all {num_desirable + num_undesirable} labels of {source} are {label}: kto compares good answers with "
         f"others; give answers of both kinds{', ' if advice else ''}{advice}"
     )
 
 
 def describe_label_imbalance(
-    num_good: int, num_bad: int, desirable_weight: float, undesirable_weight: float
+    num_desirable: int, num_undesirable: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
     """Return a warning if the two kinds do not weigh about the same, with a weight that helps."""
-    ratio = desirable_weight * num_good / (undesirable_weight * num_bad)
+    ratio = desirable_weight * num_desirable / (undesirable_weight * num_undesirable)
     if MIN_LABEL_WEIGHT_RATIO <= ratio <= MAX_LABEL_WEIGHT_RATIO:
         return None
-    weights = f"tune.desirable_weight={undesirable_weight * num_bad / num_good:.3g}"
-    if num_bad < num_good:
-        weights = f"tune.undesirable_weight={desirable_weight * num_good / num_bad:.3g}"
+    weights = f"tune.desirable_weight={undesirable_weight * num_undesirable / num_desirable:.3g}"
+    if num_undesirable < num_desirable:
+        weights = (
+            f"tune.undesirable_weight={desirable_weight * num_desirable / num_undesirable:.3g}"
+        )
     return (
-        f"{num_good} answers are good and {num_bad} are not, so the good ones weigh "
+        f"{num_desirable} answers are good and {num_undesirable} are not, so the good ones weigh "
         f"{ratio:.3g} times as much in kto as the others, but {MIN_LABEL_WEIGHT_RATIO:g} to {MAX_LABEL_WEIGHT_RATIO:g} is "
         f"usual: {weights} makes it 1"
     )

@@ -79,9 +79,9 @@ class PreparePlan:
     attributes: Attributes
     parts_folder: Path
 
-    def part_file(self, number: int) -> Path:
+    def part_file(self, chunk_index: int) -> Path:
         """Return the file for a chunk's tokens."""
-        return self.parts_folder / f"{number:08d}.part"
+        return self.parts_folder / f"{chunk_index:08d}.part"
 
 
 @dataclass(frozen=True)
@@ -352,13 +352,13 @@ def _limit_tokenizer_threads(threads: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _write_part(plan: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
+def _write_part(plan: PreparePlan, chunk_index: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, then facts about all."""
     findings, histogram = ReadFindings(), np.zeros(plan.settings.seq_len + 1, dtype=np.int64)
     num_tokens = 0
-    examples = read_chunk(plan.chunks[number], plan.settings.reading, findings)
+    examples = read_chunk(plan.chunks[chunk_index], plan.settings.reading, findings)
     with (
-        replace_atomically(plan.part_file(number)) as temporary,
+        replace_atomically(plan.part_file(chunk_index)) as temporary,
         zipfile.ZipFile(temporary, "w") as part,
     ):
         for index, block in enumerate(encoder.encode(examples)):
@@ -381,7 +381,7 @@ def _write_part(plan: PreparePlan, number: int, encoder: Encoder | PreferenceEnc
 
 
 @contextlib.contextmanager
-def _open_part(plan: PreparePlan, number: int) -> Iterator[Any]:
+def _open_part(plan: PreparePlan, chunk_index: int) -> Iterator[Any]:
     """Open a part to read arrays from it by name; each array's CRC is checked as it is read.
 
     Raises:
@@ -389,19 +389,20 @@ def _open_part(plan: PreparePlan, number: int) -> Iterator[Any]:
             is damaged.
     """
     try:
-        with np.load(plan.part_file(number), allow_pickle=False) as part:
+        with np.load(plan.part_file(chunk_index), allow_pickle=False) as part:
             yield part
     except FileNotFoundError:
         raise DataError(
-            f"the tokens of chunk {number + 1} of {len(plan.chunks)} are missing in {plan.parts_folder};"
-            " the folder of the prepared file must be on a file system that all nodes share. Set"
-            " data.cache to such a folder"
+            f"the tokens of chunk {chunk_index + 1} of {len(plan.chunks)} are missing in "
+            f"{plan.parts_folder}; the folder of the prepared file must be on a file system that "
+            "all nodes share. Set data.cache to such a folder"
         ) from None
     except PermissionError as error:
         raise DataError(f"{error}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{plan.part_file(number)} is damaged ({error}); remove its folder and prepare again"
+            f"{plan.part_file(chunk_index)} is damaged ({error}); remove its folder and prepare "
+            "again"
         ) from error
 
 

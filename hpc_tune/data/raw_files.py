@@ -324,7 +324,7 @@ def open_parquet(file: Path) -> Any:
 
 
 def read_parquet(
-    file: Path, group: int, reading: ReadOptions, findings: ReadFindings
+    file: Path, row_group: int, reading: ReadOptions, findings: ReadFindings
 ) -> NumberedRows:
     """Yield the rows of one row group.
 
@@ -333,21 +333,21 @@ def read_parquet(
     """
     with open_parquet(file) as parquet:
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
-        num_rows_before = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
-        num_rows = _rows_per_batch(parquet.metadata.row_group(group), columns)
-        batches = parquet.iter_batches(num_rows, [group], columns, use_threads=False)
+        num_rows_before = sum(parquet.metadata.row_group(g).num_rows for g in range(row_group))
+        num_rows = _rows_per_batch(parquet.metadata.row_group(row_group), columns)
+        batches = parquet.iter_batches(num_rows, [row_group], columns, use_threads=False)
         yield from _read_rows(file, _slice_batches(batches, columns), num_rows_before)
 
 
-def _rows_per_batch(group: Any, columns: list[str]) -> int:
+def _rows_per_batch(row_group: Any, columns: list[str]) -> int:
     """Return how many rows of a row group have about ``BATCH_BYTES`` in ``columns``."""
-    parts = [group.column(n) for n in range(group.num_columns)]
+    parts = [row_group.column(n) for n in range(row_group.num_columns)]
     num_bytes = sum(
         part.total_uncompressed_size
         for part in parts
         if part.path_in_schema.split(".")[0] in columns
     )
-    return min(max(BATCH_BYTES * group.num_rows // max(num_bytes, 1), 1), BATCH_ROWS)
+    return min(max(BATCH_BYTES * row_group.num_rows // max(num_bytes, 1), 1), BATCH_ROWS)
 
 
 def split_arrow_batches(file: Path, num_bytes: int) -> list[int]:

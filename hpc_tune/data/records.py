@@ -225,8 +225,8 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
         own_weight = read_loss_weight(message, location)
         if own_weight and message["role"] != "assistant":
             raise WrongRecord(
-                f"{location} is marked to be learned, but only the assistant's are, or all text with "
-                "data.loss_on=all: remove the mark"
+                f"{location} is marked to be learned, but only the assistant's are, or all text "
+                "with data.loss_on=all: remove the mark"
             )
         if (
             message["role"] == "assistant"
@@ -507,6 +507,6 @@ _FORM_DESCRIPTIONS = (
     f"{' and '.join(f.required_fields)}{f' ({f.name})' if f.name else ''}" for f in FORMS
 )
 EXPECTED_FIELDS_TEXT = (
-    f"expected one of: {', '.join(_FORM_DESCRIPTIONS)}; data.columns={{NAME: prompt, OTHER: completion}} names"
-    " fields that are called something else"
+    f"expected one of: {', '.join(_FORM_DESCRIPTIONS)}; "
+    "data.columns={NAME: prompt, OTHER: completion} names fields that are called something else"
 )

@@ -186,10 +186,10 @@ class DocumentDecoder:
         self._typed_token_pattern = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = style.paint("learned", style.learned)
 
-    def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
-        """Return a document as text, from its token ``first`` on."""
+    def text_of(self, tokens: np.ndarray, mask: np.ndarray, start: int = 0) -> str:
+        """Return a document as text, from its token ``start`` on."""
         ids, parts = tokens.tolist(), []
-        for is_learned, run in groupby(range(first, len(ids)), lambda index: bool(mask[index])):
+        for is_learned, run in groupby(range(start, len(ids)), lambda index: bool(mask[index])):
             text = "".join(
                 self._special_text(ids, [*positions])
                 if is_special
@@ -219,7 +219,7 @@ class DocumentDecoder:
 def _describe_row(
     label: str,
     documents: Sequence[ShownDocument],
-    total: int,
+    num_documents: int,
     remarks: Sequence[str],
     decoder: DocumentDecoder,
 ) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _describe_row(
     if not documents:
         yield from ("", f"{label}{notes or '; nothing in it'}")
     for number, document in enumerate(documents, 1):
-        part = f", part {number} of {total:,}" if total > 1 else ""
+        part = f", part {number} of {num_documents:,}" if num_documents > 1 else ""
         num_tokens = " and ".join(f"{len(tokens):,}" for tokens, _ in document.sides)
         num_learned = " and ".join(f"{np.count_nonzero(mask):,}" for _, mask in document.sides)
         weights = "".join(_describe_weights(mask) for _, mask in document.sides)

@@ -141,8 +141,8 @@ class ChatTemplates:
         name = "tool_use" if has_tools and "tool_use" in self._templates_by_name else "default"
         if name not in self._templates_by_name:
             raise ValueError(
-                f"the tokenizer has the chat templates {', '.join(self._templates_by_name)} and none called "
-                "default; set data.chat_template"
+                f"the tokenizer has the chat templates {', '.join(self._templates_by_name)} and "
+                "none called default; set data.chat_template"
             )
         return self._templates_by_name[name]
 
@@ -159,7 +159,8 @@ def freeze_template_date(template: str) -> str:
     for directive in _DATE_DIRECTIVES:
         expression += f" | replace('{directive}', '{TEMPLATE_DATE.strftime(directive)}')"
     # After {{ '' }}, Jinja keeps a newline at the beginning of the template.
-    return f"{{% macro {_DATE_FUNCTION}(format) %}}{{{{ {expression} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
+    macro = f"{{% macro {_DATE_FUNCTION}(format) %}}{{{{ {expression} }}}}{{% endmacro %}}"
+    return f"{macro}{{{{ '' }}}}{fixed}"
 
 
 def find_template_date(tokenizer: FastTokenizer) -> str:

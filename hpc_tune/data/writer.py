@@ -253,7 +253,7 @@ def _write_datasets(
     extents: dict[str, tuple[int, np.dtype]],
     blocks: Iterable[Block],
     histogram: dict[int, int],
-    expected: int,
+    expected_tokens: int,
 ) -> tuple[str, int]:
     """Write every dataset's bytes; return the hash of the documents and their highest token."""
     values = np.array(sorted(histogram), dtype=np.int64)
@@ -286,7 +286,9 @@ def _write_datasets(
         sorter.add(block.packed_lengths)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
     sorter.flush()
-    assert num_tokens == expected, f"blocks hold {num_tokens} tokens, expected {expected}"
+    assert num_tokens == expected_tokens, (
+        f"blocks hold {num_tokens} tokens, expected {expected_tokens}"
+    )
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
     return combine_hashes(

@@ -63,19 +63,19 @@ class CountedCollectives:
         return parts
 
     def all_gather_into(
-        self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Fill ``out`` with every rank's ``part``, in order; both are contiguous."""
+        """Fill ``out`` with every rank's ``shard``, in order; both are contiguous."""
         with self.counted("all_gather", sent_bytes("all_gather", group.size(), out.nbytes)):
-            torch_versions.all_gather(out, part, group)
+            torch_versions.all_gather(out, shard, group)
 
     def reduce_scatter_into(
-        self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup
+        self, out: torch.Tensor, full_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Fill ``out`` with this rank's part of the sum of all ``whole``; both are contiguous."""
-        num_bytes = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
+        """Fill ``out`` with this rank's part of the sum of all ``full_tensor``, both contiguous."""
+        num_bytes = sent_bytes("reduce_scatter", group.size(), full_tensor.nbytes)
         with self.counted("reduce_scatter", num_bytes):
-            torch_versions.reduce_scatter(out, whole, group=group)
+            torch_versions.reduce_scatter(out, full_tensor, group=group)
 
     def all_to_all(
         self,
@@ -103,10 +103,10 @@ class CountedCollectives:
         return dist.isend(tensor, target, group)
 
     def all_gather_uncounted(
-        self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         """Gather every rank's part of an FSDP2 unit; the caller counts the bytes."""
-        return torch_versions.all_gather(out, part, group, async_op)
+        return torch_versions.all_gather(out, shard, group, async_op)
 
     def count(self, kind: str, num_bytes: int) -> None:
         """Count bytes that are sent by other code."""

@@ -89,16 +89,16 @@ def find_expert_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _shard_stack(
-    stack: ExpertStack, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]
+    stack: ExpertStack, rank: int, num_ranks: int, slices: dict[nn.Parameter, Slice]
 ) -> None:
     """Cut a stack, its bias (a row for each expert), and its adapters."""
     num_experts, owner = stack.parameter.shape[0], stack.owner
-    experts_per_rank = num_experts // ranks
+    experts_per_rank = num_experts // num_ranks
 
     def cut(part: Any, name: str, dim: int, parts: int = 1, rows: int = 1) -> None:
         full_param = getattr(part, name)
         shape = list(full_param.shape)
-        shape[dim] //= ranks
+        shape[dim] //= num_ranks
         with _disable_current_modes():  # a trace allocates it later, like all others
             values = torch.empty(shape, dtype=full_param.dtype, device=full_param.device)
             shard = nn.Parameter(values, full_param.requires_grad)
@@ -159,9 +159,11 @@ class _TokenExchange:
         send, receive = counts.sum(2).tolist()
         return counts[1], send, receive
 
-    def __call__(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, num_sent: list[int], num_received: list[int]
+    ) -> torch.Tensor:
         """Send rows of ``x`` and return the rows received; their gradient goes the other way."""
-        out: torch.Tensor = _AllToAll.apply(x, send, receive, self)
+        out: torch.Tensor = _AllToAll.apply(x, num_sent, num_received, self)
         return out
 
 
@@ -176,10 +178,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], exchange: _TokenExchange
+        ctx: Any,
+        x: torch.Tensor,
+        num_sent: list[int],
+        num_received: list[int],
+        exchange: _TokenExchange,
     ) -> torch.Tensor:
-        ctx.rows, ctx.exchange = (send, receive), exchange
-        return _all_to_all(x, send, receive, exchange)
+        ctx.rows, ctx.exchange = (num_sent, num_received), exchange
+        return _all_to_all(x, num_sent, num_received, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -188,10 +194,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(
-    x: torch.Tensor, send: list[int], receive: list[int], exchange: _TokenExchange
+    x: torch.Tensor, num_sent: list[int], num_received: list[int], exchange: _TokenExchange
 ) -> torch.Tensor:
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    exchange.collectives.all_to_all(out, x.contiguous(), receive, send, exchange.group)
+    out = x.new_empty(sum(num_received), *x.shape[1:])
+    exchange.collectives.all_to_all(out, x.contiguous(), num_received, num_sent, exchange.group)
     return out
 
 

@@ -130,12 +130,12 @@ def _free_gather_buffer(unit: Any, _args: Any) -> None:
         context.all_gather_state = None
 
 
-def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    """Return the dimension along which a stack is sharded: the first that ``ranks`` divides, or 0.
+def _placement(num_ranks: int, parameter: nn.Parameter) -> Shard:
+    """Return the dimension that shards a stack: the first that ``num_ranks`` divides, or 0.
 
     For experts in 4 bits always 0, so that each stays whole: its bytes are quantized together.
     """
-    divisible_dims = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
+    divisible_dims = (dim for dim, size in enumerate(parameter.shape) if size % num_ranks == 0)
     is_packed = not parameter.is_floating_point()
     return Shard(0 if is_packed else next(divisible_dims, 0))
 
@@ -145,21 +145,21 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _install_counted_collectives(
-    module: FSDPModule, replicas: int, collectives: CountedCollectives
+    module: FSDPModule, num_replicas: int, collectives: CountedCollectives
 ) -> None:
     """Make a unit sum gradients over the ranks instead of averaging, and count its messages.
 
-    The loss is a sum over the global tokens. ``replicas``: the copies of what is trained.
+    The loss is a sum over the global tokens. ``num_replicas``: the copies of what is trained.
     """
 
     def count_all_reduce(grads: torch.Tensor) -> None:
-        collectives.count("all_reduce", sent_bytes("all_reduce", replicas, grads.nbytes))
+        collectives.count("all_reduce", sent_bytes("all_reduce", num_replicas, grads.nbytes))
 
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(FsdpAllGather(collectives))  # type: ignore[arg-type]
     module.set_custom_reduce_scatter(FsdpReduceScatter(collectives))  # type: ignore[arg-type]
-    if replicas > 1:
+    if num_replicas > 1:
         module.set_all_reduce_hook(count_all_reduce)
 
 

@@ -59,7 +59,7 @@ class TrainedWeight:
 
 
 def list_trained_weights(
-    stage: BuiltModel, mesh: Mesh, partial: frozenset[str]
+    stage: BuiltModel, mesh: Mesh, partial_grad_names: frozenset[str]
 ) -> list[TrainedWeight]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
     layout, coordinates, trained_weights = mesh.layout, mesh.coordinates, []
@@ -79,7 +79,7 @@ def list_trained_weights(
             and (is_sliced or coordinates.tensor == 0)
             and not is_tied
         )
-        first_fields = (name, stage, parameter, name in partial)
+        first_fields = (name, stage, parameter, name in partial_grad_names)
         trained_weights.append(
             TrainedWeight(*first_fields, num_copies, is_tied, writes_checkpoint, is_distributed)
         )

@@ -74,12 +74,14 @@ def _require_trained_stages(built: BuiltModel, blocks: Sequence[range]) -> None:
             )
 
 
-def _extract_stage(built: BuiltModel, span: range, is_first: bool, is_last: bool) -> BuiltModel:
+def _extract_stage(
+    built: BuiltModel, block_range: range, is_first: bool, is_last: bool
+) -> BuiltModel:
     module = copy.deepcopy(built.module)
     module.is_first_stage, module.is_last_stage = is_first, is_last
     blocks = find_blocks(module)
     for number in range(len(blocks)):
-        if number not in span:
+        if number not in block_range:
             del blocks._modules[str(number)]
     lm = module.causal_lm()
     base_names, saved_names = dict(built.base_names), dict(built.saved_names)
@@ -271,11 +273,15 @@ class _InputReceiver:
 
     def __init__(
         self,
-        needed: Sequence[tuple[Direction, tuple[int, ...]] | None],
+        expected_inputs: Sequence[tuple[Direction, tuple[int, ...]] | None],
         receive: Callable[[Direction, tuple[int, ...]], tuple[Any, torch.Tensor]],
         collectives: CountedCollectives,
     ) -> None:
-        self._expected_inputs, self._receive, self._collectives = needed, receive, collectives
+        self._expected_inputs, self._receive, self._collectives = (
+            expected_inputs,
+            receive,
+            collectives,
+        )
         self._posted_receives: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next = 0
 

@@ -55,20 +55,22 @@ class StepBreakdown:
 class StepProfile:
     """Profiles the steps of ``steps`` (the first of a run is 1), on all ranks at once."""
 
-    def __init__(self, comm: Comm, run_dir: Path, steps: range, done: int, total: int) -> None:
-        """Profile those of ``steps`` that a run of ``total`` steps still does after ``done``."""
-        if steps and not done < steps[0] <= total:
+    def __init__(
+        self, comm: Comm, run_dir: Path, steps: range, done_steps: int, total_steps: int
+    ) -> None:
+        """Profile those of ``steps`` that a run still does after ``done_steps``."""
+        if steps and not done_steps < steps[0] <= total_steps:
             if comm.is_rank_0:
                 log.warning(
                     "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
                     "no step is profiled",
                     steps[0],
                     len(steps),
-                    done + 1,
-                    total,
+                    done_steps + 1,
+                    total_steps,
                 )
             steps = range(0)
-        steps = steps[: max(0, total + 1 - steps.start)]
+        steps = steps[: max(0, total_steps + 1 - steps.start)]
         self._comm, self._folder, self._steps = comm, run_dir / PROFILE_FOLDER, steps
         self._profiler: torch.profiler.profile | None = None
         self._comm_s = self._data_s = self._step_s = 0.0

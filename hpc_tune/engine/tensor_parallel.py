@@ -85,7 +85,7 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
         elif style == EXPERTS_STYLE:
             slicer.slice_experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
-            slicer.slice_colwise(module, gather=style == "colwise_gather_output")
+            slicer.slice_colwise(module, gathers_output=style == "colwise_gather_output")
             if has_gathered_input(name, style):
                 module.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
                 continue
@@ -94,7 +94,7 @@ def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozen
                 hooked_parents.add(parent)
                 parent.register_forward_pre_hook(_make_input_gradient_hook(axis), with_kwargs=True)
         elif style is not None:
-            slicer.slice_rowwise(module, split=style == "rowwise_split_input")
+            slicer.slice_rowwise(module, splits_input=style == "rowwise_split_input")
     if built.module.is_first_stage:
         slicer.slice_embedding(lm.get_input_embeddings())
     if built.module.is_last_stage:
@@ -115,7 +115,7 @@ class _ParameterSlicer:
         self.partial: set[nn.Parameter] = set()
         self._sliced_params: dict[nn.Parameter, nn.Parameter] = {}
 
-    def slice_colwise(self, layer: Any, gather: bool) -> None:
+    def slice_colwise(self, layer: Any, gathers_output: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
         base, adapters = unwrap_adapters(layer)
         self._replace_by_slice(base, "weight", 0)
@@ -123,10 +123,10 @@ class _ParameterSlicer:
         for a, b in adapters:
             self.partial.add(a.weight)
             self._replace_by_slice(b, "weight", 0)
-        if gather:
+        if gathers_output:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
-    def slice_rowwise(self, layer: Any, split: bool) -> None:
+    def slice_rowwise(self, layer: Any, splits_input: bool) -> None:
         """W's columns are split; partial outputs are summed after adding the adapters'."""
         base, adapters = unwrap_adapters(layer)
         self._replace_by_slice(base, "weight", 1)
@@ -136,7 +136,7 @@ class _ParameterSlicer:
         for dropout in getattr(layer, "lora_dropout", nn.ModuleDict()).values():
             if isinstance(dropout, RowDropout):
                 dropout.set_feature_slice(self._axis.rank, self._axis.size)
-        if split:
+        if splits_input:
             layer.register_forward_pre_hook(lambda _, x: (_SplitInputs.apply(x[0], self._axis),))
 
         def sum_output(_module: nn.Module, _inputs: Any, y: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class _ParameterSlicer:
 
     def slice_head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocab_parallel_losses``."""
-        self.slice_colwise(layer, gather=False)
+        self.slice_colwise(layer, gathers_output=False)
         layer.first_token = self.slices[unwrap_adapters(layer)[0].weight].start
 
     def _replace_by_slice(self, owner: Any, name: str, dim: int, num_parts: int = 1) -> None:

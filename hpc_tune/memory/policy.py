@@ -153,9 +153,9 @@ _RESERVE_SHARE, _MIN_RESERVE_BYTES = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken_actions``: the actions in effect, in the order taken; the first ``num_permanent_actions`` of
-    them are never undone. ``is_settling``: the last action's effect is awaited. ``patience``: the
-    calm steps after which the last action is undone.
+    ``taken_actions``: the actions in effect, in the order taken; the first
+    ``num_permanent_actions`` of them are never undone. ``is_settling``: the last action's effect is
+    awaited. ``patience``: the calm steps after which the last action is undone.
     """
 
     taken_actions: tuple[Action, ...] = ()

@@ -85,7 +85,7 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
     return tuple(routers)
 
 
-def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
+def find_router_score_function(model: nn.Module, run_model: Any) -> ScoreFunction:
     """Return the function with which a mixture's routers weight experts.
 
     ``run()`` calls the model once, to look at their outputs. "" if routers differ, or do not return
@@ -101,7 +101,7 @@ def find_router_score_function(model: nn.Module, run: Any) -> ScoreFunction:
     handles = [module.register_forward_hook(hook) for module in routers.values()]
     try:
         with torch.no_grad():
-            run()
+            run_model()
     finally:
         for handle in handles:
             handle.remove()
@@ -186,7 +186,7 @@ def balance_loss(
     counts_BE: torch.Tensor,
     num_experts_per_token: int,
     is_real_BT: torch.Tensor,
-    score: ScoreFunction,
+    score_function: ScoreFunction,
     tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over rows of ``balance`` (see the top).
@@ -197,8 +197,8 @@ def balance_loss(
     these ranks add up to that sum.
     """
     logits_BTE = logits_NE.float().view(*is_real_BT.shape, -1)
-    probs_BTE = logits_BTE.sigmoid() if score == "sigmoid" else logits_BTE.softmax(-1)
-    if score == "sigmoid":
+    probs_BTE = logits_BTE.sigmoid() if score_function == "sigmoid" else logits_BTE.softmax(-1)
+    if score_function == "sigmoid":
         probs_BTE = probs_BTE / (probs_BTE.sum(-1, keepdim=True) + 1e-20)
     sums_BE = probs_BTE.masked_fill(~is_real_BT.unsqueeze(-1), 0.0).sum(1)
     tokens_B = (is_real_BT.sum(1) if tokens_B is None else tokens_B).clamp(min=1)
@@ -223,14 +223,14 @@ class RouterWatch:
     def __init__(
         self,
         routers: Sequence[Router],
-        score: ScoreFunction,
+        score_function: ScoreFunction,
         tune: TuneConfig,
         adds_counts: bool = True,
     ) -> None:
         """Watch ``routers``, those of the whole model. ``adds_counts``: whether this rank adds to
         ``sums``; of the ranks that work on the same tokens, one does.
         """
-        self._routers, self._score, self._adds_counts = routers, score, adds_counts
+        self._routers, self._score, self._adds_counts = routers, score_function, adds_counts
         self._balance_coefficient = tune.router_aux_loss or 0.0
         self._z_coefficient = tune.router_z_loss or 0.0
         self._width = _max_num_experts(routers)
@@ -342,18 +342,20 @@ def _max_num_experts(routers: Sequence[Router]) -> int:
     return max((router.num_experts for router in routers), default=0)
 
 
-def summarize_expert_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
+def summarize_expert_load(
+    router_sums: RouterSums | None, num_tokens: int
+) -> dict[str, float] | None:
     """Return how unevenly a step's tokens are spread over experts; None if no router is watched.
 
     ``largest``: the most tokens of an expert, relative to its layer's mean. ``unused``: the
     share of all experts without a token. The losses that are trained are given per token.
     """
-    if routers is None:
+    if router_sums is None:
         return None
-    counts = routers.counts
+    counts = router_sums.counts
     max_loads = [max(row) * len(row) / total for row in counts if (total := sum(row))]
     unused_share = sum(count == 0 for row in counts for count in row) / sum(map(len, counts))
-    losses = {"aux_loss": routers.balance, "z_loss": routers.z}
+    losses = {"aux_loss": router_sums.balance, "z_loss": router_sums.z}
     return {"largest": max(max_loads, default=0.0), "unused": unused_share} | {
         name: loss / max(1, num_tokens) for name, loss in losses.items() if loss
     }

@@ -189,7 +189,7 @@ def build(
     tune: TuneConfig,
     seed: int,
     *,
-    weights: bool = True,
+    reads_weights: bool = True,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> BuiltModel:
     """Build the model of ``directory`` with its adapters on the meta device.
@@ -204,7 +204,7 @@ def build(
     _refuse_bf16_params_in_fp32(tune, dtype)
     is_full = tune.method == "full"
     base_dtype = DTYPES[tune.param_dtype] if is_full else dtype
-    language, dropout = _make_language_model(directory, base_dtype, weights, rope_scaling)
+    language, dropout = _make_language_model(directory, base_dtype, reads_weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
     uses_document_attention = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
@@ -246,12 +246,12 @@ def build(
 
 
 def _make_language_model(
-    directory: Path, dtype: torch.dtype, weights: bool, rope_scaling: Mapping[str, Any] | None
+    directory: Path, dtype: torch.dtype, reads_weights: bool, rope_scaling: Mapping[str, Any] | None
 ) -> tuple[LanguageModel, dict[str, float]]:
     """Return the language model of ``directory``, and its dropout rates, which are turned off."""
     config = read_config(directory, rope_scaling)
     dropout = disable_dropout(language_config(config, directory))
-    index = index_model_directory(directory) if weights else None
+    index = index_model_directory(directory) if reads_weights else None
     language = make_language_model(config, directory, dtype, index)
     if rope_scaling is not None:
         require_scaling_support(language.model, rope_scaling)

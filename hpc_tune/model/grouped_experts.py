@@ -36,11 +36,11 @@ _WRAPPERS_ATTRIBUTE = "wrappers_of_stacks"
 _DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}
 
 
-def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> int:
+def use_grouped_experts(blocks: Iterable[nn.Module], is_compiled: bool = False) -> int:
     """Replace the forward of the routed experts in ``blocks``; return how many were replaced.
 
     Stacks and adapters must be gathered when the experts are called, as in ``use_lora_linear``. In
-    ``compiled`` blocks the experts stay outside the graph.
+    ``is_compiled`` blocks the experts stay outside the graph.
     """
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
@@ -54,7 +54,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
             wrappers_by_name.get(name) for name in stack_names(experts)
         )
         experts.forward = types.MethodType(_experts_forward, experts)
-        if compiled:
+        if is_compiled:
             experts.forward = torch.compiler.disable(experts.forward)
         for wrapper in wrappers_by_name.values():
             wrapper.forward = types.MethodType(_call_base, wrapper)
@@ -118,15 +118,24 @@ class _ExpertLayer:
         return [*self.stacks(), *self.biases(), *self.lora_factors()]
 
     def make_matmul(
-        self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
+        self,
+        matmul_index: int,
+        weights: Sequence[torch.Tensor | None],
+        dtype: torch.dtype | None = None,
     ) -> "_ExpertMatmul":
-        """Return the first (``i`` = 0) or second matmul, in ``dtype`` or else its stack's dtype.
+        """Return the first (``matmul_index`` = 0) or second matmul, in ``dtype`` or its stack's.
 
         A packed stack is unpacked for it: this takes the bytes of its values in the compute dtype.
         """
-        stack, bias, (a, b) = weights[i], weights[2 + i], weights[4 + 2 * i : 6 + 2 * i]
+        stack, bias, (a, b) = (
+            weights[matmul_index],
+            weights[2 + matmul_index],
+            weights[4 + 2 * matmul_index : 6 + 2 * matmul_index],
+        )
         assert stack is not None
-        packing = getattr(self.experts, unpacker_module_name(stack_names(self.experts)[i]), None)
+        packing = getattr(
+            self.experts, unpacker_module_name(stack_names(self.experts)[matmul_index]), None
+        )
         if packing is not None:
             stack = packing.unpack(stack)
         stack = stack.to(dtype)
@@ -135,7 +144,7 @@ class _ExpertLayer:
         adapter = None
         if a is not None and b is not None:
             adapter = _ExpertAdapter.from_peft(
-                a, b, self.wrappers[i].scaling["default"], weight_EIO
+                a, b, self.wrappers[matmul_index].scaling["default"], weight_EIO
             )
         return _ExpertMatmul(weight_EIO, bias, adapter)
 

@@ -263,24 +263,24 @@ class SortedRows:
 
     @classmethod
     def sort_by_expert(
-        cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
+        cls, expert_ids_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
     ) -> "SortedRows":
         """Sort tokens by expert; in 16 bits on a CPU, add padding after the rows of each expert."""
-        expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
+        expert_S, order_S = torch.sort(expert_ids_TK.flatten(), stable=True)
         numbers_E = torch.arange(num_experts, device=expert_S.device)
         ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
         sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
-        if _needs_padding(index_TK, dtype):
+        if _needs_padding(expert_ids_TK, dtype):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
             padded_E = torch.tensor([num_padded_rows(count) for count in counts_E.tolist()])
             cum_padding_E = (padded_E - counts_E).cumsum(0)
             sorted_S += (cum_padding_E - padded_E + counts_E)[expert_S]
             ends_E, num_rows = (ends_E + cum_padding_E).int(), num_rows + int(cum_padding_E[-1])
-        elif isinstance(index_TK, FakeTensor) and dtype.itemsize == 2:
+        elif isinstance(expert_ids_TK, FakeTensor) and dtype.itemsize == 2:
             num_rows += num_padding_rows_in_trace(num_rows, num_experts)
         positions_S = torch.empty_like(order_S)
         positions_S[order_S] = sorted_S
-        return cls(ends_E, positions_S.view_as(index_TK), num_rows)
+        return cls(ends_E, positions_S.view_as(expert_ids_TK), num_rows)
 
     def tokens(self) -> torch.Tensor:
         """Return the token of each row; for padding, the first one."""

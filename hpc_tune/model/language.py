@@ -255,9 +255,9 @@ class TensorNames:
     """The names of a language model's tensors in the whole model and in the files.
 
     ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
-    ``whole_model_decoder`` and ``whole_model_head`` in the whole model. ``renamed_tensors`` maps a name in the
-    whole model to the name in the files if transformers renames it. Files may add or omit
-    ``prefix``.
+    ``whole_model_decoder`` and ``whole_model_head`` in the whole model. ``renamed_tensors`` maps a
+    name in the whole model to the name in the files if transformers renames it. Files may add or
+    omit ``prefix``.
     """
 
     decoder: str = ""
@@ -469,8 +469,8 @@ class ModelFileLayout:
     """How a directory's files, with their ``index``, store the tensors of its language model.
 
     ``transposed_tensors``: those that are stored transposed (Conv1D). ``copied_head``: a tied
-    output head that is stored in addition to the embedding. ``stacks_by_layer``: experts', by the adapted
-    layer's path.
+    output head that is stored in addition to the embedding. ``stacks_by_layer``: experts', by the
+    adapted layer's path.
     """
 
     index: TensorIndex

@@ -141,20 +141,20 @@ def use_faster_layers(
     compiled: bool,
     dtype: torch.dtype,
     device: torch.device,
-    copies: AdapterCopies | None = None,
+    adapter_copies: AdapterCopies | None = None,
     shares_inputs: bool = False,
 ) -> None:
     """Replace layers of ``blocks`` by what ``kernels.py`` chooses for ``dtype`` on ``device``.
 
-    The new layers take fewer passes and keep fewer activations. ``copies``: from an engine that
-    reports changes of adapters. ``shares_inputs``: see ``use_lora_linear``.
+    The new layers take fewer passes and keep fewer activations. ``adapter_copies``: from an engine
+    that reports changes of adapters. ``shares_inputs``: see ``use_lora_linear``.
     """
     mask_reason = "" if module.uses_document_attention else "its attention needs it"
     kernels = choose_model_kernels(module.config, dtype, compiled, device, mask_reason)
     use_float8_matmuls(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
-    if copies is not None:
-        copies.keep_copies(blocks, groups)
+    if adapter_copies is not None:
+        adapter_copies.keep_copies(blocks, groups)
     use_grouped_experts(blocks, compiled)
     if not compiled:
         share_input_casts(blocks)

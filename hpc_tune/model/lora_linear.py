@@ -98,9 +98,9 @@ def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) ->
     return groups
 
 
-def adapter_weight(layer: Any, part: str) -> nn.Parameter:
+def adapter_weight(layer: Any, factor: str) -> nn.Parameter:
     """Return a layer's A (R x I) or B (O x R)."""
-    weight: nn.Parameter = getattr(layer, f"lora_{part}")["default"].weight
+    weight: nn.Parameter = getattr(layer, f"lora_{factor}")["default"].weight
     return weight
 
 
@@ -200,7 +200,7 @@ def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return cast(
             torch.Tensor, _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, base.bias)
         )
-    direction_NO = _compute_outputs([layer], x_after_dropout, None, drops=False)[0]
+    direction_NO = _compute_outputs([layer], x_after_dropout, None, applies_dropout=False)[0]
     scaled_NO: torch.Tensor = _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, None)
     return scaled_NO + base(x - x_after_dropout).flatten(0, -2)
 
@@ -230,10 +230,10 @@ def squared_row_norms(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_outputs(
-    layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, drops: bool = True
+    layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, applies_dropout: bool = True
 ) -> Sequence[torch.Tensor]:
     """Return the outputs of layers for one input, NO each; for DoRA before magnitude and bias."""
-    x_after_dropout = layers[0].lora_dropout["default"](x) if drops else x
+    x_after_dropout = layers[0].lora_dropout["default"](x) if applies_dropout else x
     if not _has_matrix_base(layers[0]):
         [layer] = layers
         out_NO = layer.base_layer(x).flatten(0, -2)

@@ -97,8 +97,8 @@ class LossModel(nn.Module):
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
     peft model around one. ``uses_document_attention``: attention may run document by document. On a
     GPU, ``has_varlen_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in
-    layers with a sliding window. ``row_sharing``: how ranks share rows, if they do: batches then hold
-    only this rank's tokens.
+    layers with a sliding window. ``row_sharing``: how ranks share rows, if they do: batches then
+    hold only this rank's tokens.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
-        chunk: int,
+        chunk_tokens: int,
         num_fp32_tokens: int,
         exponentials: InPlaceExponentials,
     ) -> torch.Tensor:
@@ -336,9 +336,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
         # Full size even for few tokens: blocks of many sizes would fragment the heap.
-        buffer_CV = hidden_ND.new_empty(chunk, weight_VD.shape[0])
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
+        buffer_CV = hidden_ND.new_empty(chunk_tokens, weight_VD.shape[0])
+        for start in range(0, num_tokens, chunk_tokens):
+            part = slice(start, start + chunk_tokens)
             logits_CV = buffer_CV[: len(labels_N[part])]
             torch.mm(hidden_ND[part], weight_VD.t(), out=logits_CV)
             if bias_V is not None:

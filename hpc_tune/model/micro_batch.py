@@ -28,11 +28,11 @@ class MicroBatch:
     a GPU. With neither, transformers' masks separate documents. ``positions_BT`` restart at 0 with
     each document. ``is_real_BT``: which tokens are not padding, if routers are watched.
     ``recompute_cache``: what layers compute in the first pass and need again when recomputed, keyed
-    by its owner; None if nothing may be kept. If ranks share rows, ``row_sharing`` (``SharedRows``) says
-    how, and ``whole_row_document_starts`` (``DocumentStarts``) where their documents begin; ``documents``
-    and ``starts`` then describe whole rows too, all else only this rank's tokens. If keys are
-    gathered, ``document_parts_by_rank`` are the parts of documents of each rank whose attention is
-    computed here.
+    by its owner; None if nothing may be kept. If ranks share rows, ``row_sharing`` (``SharedRows``)
+    says how, and ``whole_row_document_starts`` (``DocumentStarts``) where their documents begin;
+    ``documents`` and ``starts`` then describe whole rows too, all else only this rank's tokens. If
+    keys are gathered, ``document_parts_by_rank`` are the parts of documents of each rank whose
+    attention is computed here.
     """
 
     rows: Sequence[int] = ()

@@ -78,12 +78,12 @@ class AnswerLogProbabilities:
 class PreferenceSums:
     """Statistics of the pairs of a step, summed over all of them.
 
-    ``loss``: the pairs' losses. ``num_correct``: how many pairs have the higher reward on the chosen
-    answer, or how many labeled answers have a reward on their side of the mean KL divergence. Then
-    rewards and log-probabilities of chosen (desirable) and rejected (undesirable) answers, and the
-    numbers of answers and tokens that they are sums over. ``log_prob_change``: absolute differences
-    between the answers' log-probabilities and the reference's; ``reference_magnitude``: the
-    latter's absolute values.
+    ``loss``: the pairs' losses. ``num_correct``: how many pairs have the higher reward on the
+    chosen answer, or how many labeled answers have a reward on their side of the mean KL
+    divergence. Then rewards and log-probabilities of chosen (desirable) and rejected (undesirable)
+    answers, and the numbers of answers and tokens that they are sums over. ``log_prob_change``:
+    absolute differences between the answers' log-probabilities and the reference's;
+    ``reference_magnitude``: the latter's absolute values.
     """
 
     loss: float

@@ -111,10 +111,10 @@ class RankSharedRows:
     """One rank's share of the rows, which communicates with the ranks that hold the rest."""
 
     def __init__(
-        self, part: RowShard, collectives: RowCollectives, kernel_supports_parts: bool = True
+        self, row_shard: RowShard, collectives: RowCollectives, kernel_supports_parts: bool = True
     ) -> None:
-        self.part, self._collectives = part, collectives
-        self.ranks: Sequence[int] = (part.rank,)
+        self.part, self._collectives = row_shard, collectives
+        self.ranks: Sequence[int] = (row_shard.rank,)
         self.uses_eager, self.kernel_supports_parts = False, kernel_supports_parts
 
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
@@ -192,10 +192,10 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSF: torch.Tensor, collectives: RowCollectives, size: int
+        ctx: Any, x_BSF: torch.Tensor, collectives: RowCollectives, num_ranks: int
     ) -> torch.Tensor:
-        ctx.collectives, ctx.size = collectives, size
-        out_RSF = x_BSF.new_empty(size * len(x_BSF), *x_BSF.shape[1:])
+        ctx.collectives, ctx.size = collectives, num_ranks
+        out_RSF = x_BSF.new_empty(num_ranks * len(x_BSF), *x_BSF.shape[1:])
         collectives.all_gather(out_RSF, x_BSF)
         return out_RSF
 
@@ -218,31 +218,33 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-def repeat_kv_heads(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Return queries, keys and values whose heads ``size`` ranks share evenly; ``size`` divides H.
+def repeat_kv_heads(inputs_BHSD: Sequence[torch.Tensor], num_ranks: int) -> list[torch.Tensor]:
+    """Return queries, keys and values whose heads ``num_ranks`` ranks share evenly.
 
-    If ``size`` does not divide the number of key heads, each key and value head is repeated;
+    ``num_ranks`` divides H. If ``num_ranks`` does not divide the number of key heads, each key and value head is repeated;
     autograd adds up their gradients.
     """
     query_BHSD, *keys_BKSD = inputs_BHSD
-    copies = count_repeated_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]
+    copies = count_repeated_key_heads(keys_BKSD[0].shape[1], num_ranks) // keys_BKSD[0].shape[1]
     if copies > 1:
         keys_BKSD = [x.repeat_interleave(copies, 1) for x in keys_BKSD]
     return [query_BHSD, *keys_BKSD]
 
 
-def count_repeated_key_heads(groups: int, size: int) -> int:
-    """Return how many key heads ``groups`` of them become when repeated for ``size`` ranks."""
-    return math.lcm(groups, size)
+def count_repeated_key_heads(num_key_heads: int, num_ranks: int) -> int:
+    """Return how many key heads there are when repeated for ``num_ranks`` ranks."""
+    return math.lcm(num_key_heads, num_ranks)
 
 
 class RankHeadsView:
     """A view of an attention module for a part of its heads: per-head parameters are cut."""
 
-    def __init__(self, module: Any, rank: int, size: int, heads: int, groups: int) -> None:
-        """Take how many query ``heads`` and key ``groups`` this rank of ``size`` has."""
-        self._module, self._rank, self._size, self._heads = module, rank, size, heads
-        self.num_key_value_groups = heads // groups
+    def __init__(
+        self, module: Any, rank: int, num_ranks: int, num_query_heads: int, num_key_heads: int
+    ) -> None:
+        """``num_query_heads`` and ``num_key_heads`` are those of this rank, of ``num_ranks``."""
+        self._module, self._rank, self._size, self._heads = module, rank, num_ranks, num_query_heads
+        self.num_key_value_groups = num_query_heads // num_key_heads
 
     def __getattr__(self, name: str) -> Any:
         return self.shard_to_rank(getattr(self._module, name))
@@ -258,7 +260,7 @@ class RankHeadsView:
 # -- A rank's part of a micro-batch.
 
 
-def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
+def shard_batch_to_rank(batch: Batch, row_shard: RowShard) -> Batch:
     """Return a batch with a rank's tokens of each row of ``batch``.
 
     Rows are padded to a multiple of the number of slices. Labels and positions are cut as they are:
@@ -266,7 +268,7 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     ``padding`` and pairs still describe whole rows, except
     ``PreferencePairs.num_local_loss_tokens_P2``.
     """
-    num_added = -batch.tokens_BT.shape[1] % part.num_slices
+    num_added = -batch.tokens_BT.shape[1] % row_shard.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
     padding = [n + num_added for n in batch.padding or [0] * len(lengths)]
     if num_added:
@@ -277,15 +279,15 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
     num_tokens = positions_BT.shape[1]
     for positions_T, n in zip(positions_BT, padding, strict=True):
         positions_T[num_tokens - n :] = torch.arange(n)
-    slices = part.slices(num_tokens)
-    loss_tokens = _find_own_loss_tokens(batch, slices, part)
+    slices = row_shard.slices(num_tokens)
+    loss_tokens = _find_own_loss_tokens(batch, slices, row_shard)
     return replace(
         batch,
-        tokens_BT=part.shard_to_rank(F.pad(batch.tokens_BT, (0, num_added))).contiguous(),
-        labels_BT=part.shard_to_rank(
+        tokens_BT=row_shard.shard_to_rank(F.pad(batch.tokens_BT, (0, num_added))).contiguous(),
+        labels_BT=row_shard.shard_to_rank(
             F.pad(batch.labels_BT, (0, num_added), value=IGNORED_LABEL)
         ).contiguous(),
-        positions_BT=part.shard_to_rank(positions_BT).contiguous(),
+        positions_BT=row_shard.shard_to_rank(positions_BT).contiguous(),
         num_loss_tokens=loss_tokens.count,
         num_tokens=sum(
             len(range(num_tokens - n)[own_slice]) for n in padding for own_slice in slices
@@ -295,17 +297,17 @@ def shard_batch_to_rank(batch: Batch, part: RowShard) -> Batch:
         pairs=batch.pairs
         and replace(batch.pairs, num_local_loss_tokens_P2=loss_tokens.num_loss_tokens_P2),
         mismatched_batch=batch.mismatched_batch
-        and shard_batch_to_rank(batch.mismatched_batch, part),
+        and shard_batch_to_rank(batch.mismatched_batch, row_shard),
         weights_N=loss_tokens.weights_N,
     )
 
 
-def count_own_tokens(batch: Batch, part: RowShard) -> tuple[int, int]:
+def count_own_tokens(batch: Batch, row_shard: RowShard) -> tuple[int, int]:
     """Return how many tokens, padding included, and how many tokens with loss a part has."""
-    if part.size == 1:
+    if row_shard.size == 1:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
     num_rows, num_tokens = batch.tokens_BT.shape
-    slices = part.slices(num_tokens + -num_tokens % part.num_slices)
+    slices = row_shard.slices(num_tokens + -num_tokens % row_shard.num_slices)
     num_loss_tokens = sum(
         int((batch.labels_BT[:, own_slice] != IGNORED_LABEL).sum()) for own_slice in slices
     )
@@ -321,11 +323,13 @@ class _OwnLossTokens:
     weights_N: torch.Tensor | None
 
 
-def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowShard) -> _OwnLossTokens:
+def _find_own_loss_tokens(
+    batch: Batch, slices: Sequence[slice], row_shard: RowShard
+) -> _OwnLossTokens:
     pairs, weights_N = batch.pairs, batch.weights_N
     if isinstance(batch.labels_BT, FakeTensor):  # a trace has no values: assume an even share
-        count = len(range(part.rank, batch.num_loss_tokens, part.size))
-        num_loss_tokens_P2 = None if pairs is None else pairs.num_loss_tokens_P2 // part.size
+        count = len(range(row_shard.rank, batch.num_loss_tokens, row_shard.size))
+        num_loss_tokens_P2 = None if pairs is None else pairs.num_loss_tokens_P2 // row_shard.size
         return _OwnLossTokens(
             count, num_loss_tokens_P2, None if weights_N is None else weights_N[:count]
         )
@@ -343,7 +347,7 @@ def _find_own_loss_tokens(batch: Batch, slices: Sequence[slice], part: RowShard)
     return _OwnLossTokens(int(is_own_N.sum()), num_loss_tokens_P2, own_weights_N)
 
 
-def shard_documents(lengths: Sequence[Sequence[int]], part: RowShard) -> list[DocumentPart]:
+def shard_documents(lengths: Sequence[Sequence[int]], row_shard: RowShard) -> list[DocumentPart]:
     """Return the parts of documents that a rank has, in the order of its tokens.
 
     ``lengths``: the lengths of each row's documents; the number of slices must divide their sum.
@@ -351,7 +355,7 @@ def shard_documents(lengths: Sequence[Sequence[int]], part: RowShard) -> list[Do
     parts = []
     for row, row_lengths in enumerate(lengths):
         ends = list(accumulate(row_lengths))
-        for own_slice in part.slices(ends[-1]):
+        for own_slice in row_shard.slices(ends[-1]):
             parts += [
                 (row, start, max(start, own_slice.start), min(stop, own_slice.stop))
                 for start, stop in pairwise([0, *ends])

@@ -267,16 +267,16 @@ def _count_needed_experts(config: Any) -> int:
     return experts + -experts % groups
 
 
-def _shorten_rotary_factors(small: Any) -> None:
+def _shorten_rotary_factors(small_config: Any) -> None:
     """Cut rotary factors and sections to the number of frequencies that narrower heads have."""
-    fields = getattr(small, "rope_parameters", None) or {}
-    if "mrope_section" in small.ignore_keys_at_rope_validation and fields:
+    fields = getattr(small_config, "rope_parameters", None) or {}
+    if "mrope_section" in small_config.ignore_keys_at_rope_validation and fields:
         fields.setdefault("mrope_section", [1, 1, 1])  # the model's default is for unshrunk heads
     for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
         share = part.get("partial_rotary_factor") or 1.0
         uneven = "short_factor" in part or "mrope_section" in part
-        heads = small.num_attention_heads if uneven else 1
-        size = small.to_dict().get("head_dim") or small.hidden_size // heads
+        heads = small_config.num_attention_heads if uneven else 1
+        size = small_config.to_dict().get("head_dim") or small_config.hidden_size // heads
         for name in ("short_factor", "long_factor"):
             if isinstance(part.get(name), list):
                 part[name] = part[name][: int(size * share) // 2]
@@ -362,8 +362,8 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        UncheckableArchitecture: if transformers can make none, or none of at most ``MAX_MODEL_VALUES``
-        values.
+        UncheckableArchitecture: if transformers can make none, or none of at most
+        ``MAX_MODEL_VALUES`` values.
     """
     with fast_imports():
         from transformers.utils.logging import disable_progress_bar

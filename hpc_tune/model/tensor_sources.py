@@ -301,9 +301,9 @@ class Mxfp4Stack(TensorSource):
             reserve(local_part.nbytes + PIECE_BYTES)
             local_part.copy_(self._dequantize(part))
 
-    def _dequantize(self, part: Box) -> torch.Tensor:
+    def _dequantize(self, box: Box) -> torch.Tensor:
         """Return a box of one expert in fp32."""
-        (expert, column, row), (_, columns, rows) = part.offset, part.shape
+        (expert, column, row), (_, columns, rows) = box.offset, box.shape
         first, last = column // BLOCK_VALUES, -(-(column + columns) // BLOCK_VALUES)
         offset, shape = (expert, row, first), (1, rows, last - first)
         scales_ROG = self.scales.read(Box(offset, shape))

@@ -332,11 +332,11 @@ def _tiled_backward(
 
 
 def _cut_tiles(
-    group: _DocumentGroup, tile: int, heads_per_group: int
+    group: _DocumentGroup, tile_tokens: int, heads_per_group: int
 ) -> list[tuple[int, int, slice]]:
     """Return each tile's first and end key of its own tokens, and its rows: G heads per token."""
     length, num_earlier, heads = group.length, group.num_earlier_keys, heads_per_group
-    ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
+    ends = [(start, min(start + tile_tokens, length)) for start in range(0, length, tile_tokens)]
     return [(num_earlier + a, num_earlier + b, slice(a * heads, b * heads)) for a, b in ends]
 
 
@@ -357,10 +357,10 @@ def _view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
     return buffer[: math.prod(shape)].view(shape)
 
 
-def _bmm(one: torch.Tensor, other: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def _bmm(left: torch.Tensor, right: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Return one @ other, written to the buffer."""
-    out = _view(buffer, one.shape[0], one.shape[1], other.shape[2])
-    return torch.bmm(one, other, out=out)
+    out = _view(buffer, left.shape[0], left.shape[1], right.shape[2])
+    return torch.bmm(left, right, out=out)
 
 
 def _write_largest_scores(
@@ -404,10 +404,10 @@ def _probabilities(
 
 
 def _matmul(
-    one: torch.Tensor, other: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
 ) -> None:
     """Write beta * out + alpha * one @ other to ``out``, rounded once."""
-    torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
+    torch.baddbmm(out, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _mask_later_keys(scores: torch.Tensor, start: int) -> None:

@@ -423,7 +423,9 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
     }
 
 
-def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
+def _add_scale(
+    tensor: TensorSource, sources: Sources, directory: Path, block_shape: Any
+) -> ScaledTensor:
     """Return a float8 tensor combined with the scale that is stored beside it."""
     name = tensor.name
     if len(tensor.shape) > 2:
@@ -453,13 +455,16 @@ def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: A
         return make_tensor(scales.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
         return make_tensor(scales.view(rows, 1), 1, columns)
-    is_list = isinstance(block, list) and len(block) == 2
-    by_block = is_list and all(type(size) is int and size > 0 for size in block)
-    if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-        return make_tensor(scales, *block)
+    is_list = isinstance(block_shape, list) and len(block_shape) == 2
+    by_block = is_list and all(type(size) is int and size > 0 for size in block_shape)
+    if by_block and shape == (
+        math.ceil(rows / block_shape[0]),
+        math.ceil(columns / block_shape[1]),
+    ):
+        return make_tensor(scales, *block_shape)
     raise DataError(
         f"{directory}: {scale_name} has the shape {list(shape)}, which does not fit a matrix of "
-        f"{rows} x {columns} in blocks of {block}"
+        f"{rows} x {columns} in blocks of {block_shape}"
     )
 
 

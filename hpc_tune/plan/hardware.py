@@ -117,8 +117,9 @@ def detect_machine(comm: Comm, host_bytes: int) -> Machine:
 class Cluster:
     """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
 
-    ``intra_node_*``: inside a node; ``inter_node_*``: between nodes, per network card. ``cards_per_node``:
-    network cards of a node. ``host_bytes_per_s``: between a GPU and its node's memory.
+    ``intra_node_*``: inside a node; ``inter_node_*``: between nodes, per network card.
+    ``cards_per_node``: network cards of a node. ``host_bytes_per_s``: between a GPU and its node's
+    memory.
     """
 
     flops: float

@@ -76,10 +76,10 @@ class ModelBytes:
 
     ``trained``: all trained values, unsharded. ``largest_tensor``: as it is stored.
     ``largest_gathered_unit``: the most that is gathered at once: a block, its experts or a tensor.
-    ``is_fully_trained``: all weights are trained. ``mapped_share``: share of the frozen values that the
-    files hold in the form that is computed with, so that they can be mapped. ``other_saved_bytes``:
-    what a checkpoint holds besides ``trained`` and two moments of the same size.
-    ``largest_trained``: the largest tensor that is saved.
+    ``is_fully_trained``: all weights are trained. ``mapped_share``: share of the frozen values that
+    the files hold in the form that is computed with, so that they can be mapped.
+    ``other_saved_bytes``: what a checkpoint holds besides ``trained`` and two moments of the same
+    size. ``largest_trained``: the largest tensor that is saved.
     """
 
     trained: int
@@ -99,8 +99,8 @@ class MemorySettings:
     loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``has_governor``:
     memory.governor is on. ``save="gathered"`` models a tool that gathers all trained values and
     their optimizer state on one rank. ``has_reference``: the log-probabilities of all answers are
-    computed first, and 8 bytes per pair are kept. ``num_process_groups``: process groups of several ranks
-    that communicate (``step/layout.py``).
+    computed first, and 8 bytes per pair are kept. ``num_process_groups``: process groups of several
+    ranks that communicate (``step/layout.py``).
     """
 
     parallel: ParallelConfig
@@ -144,9 +144,9 @@ def max_step_bytes(
     return int(tensors * (1 + GPU_SLACK_SHARE)) + gpu_overhead_bytes(machine, groups)
 
 
-def fits_without_plan(maximum: int, machine: Machine) -> bool:
-    """Return whether a rank that takes at most ``maximum`` bytes surely fits and needs no plan."""
-    return maximum < MIN_PLANNED_MEMORY_SHARE * machine.bytes_per_rank
+def fits_without_plan(max_bytes: int, machine: Machine) -> bool:
+    """Return whether a rank that takes at most ``max_bytes`` surely fits and needs no plan."""
+    return max_bytes < MIN_PLANNED_MEMORY_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(
@@ -206,7 +206,7 @@ def memory_by_phase(
 
 
 def _staging_bytes(
-    state: int, machine: Machine, model: ModelBytes, settings: MemorySettings
+    state_bytes: int, machine: Machine, model: ModelBytes, settings: MemorySettings
 ) -> tuple[int, int]:
     """Return the bytes copied for a save: on each rank, and in addition on the first node.
 
@@ -218,7 +218,7 @@ def _staging_bytes(
         model.is_fully_trained and settings.is_sharded
     )
     num_writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
-    copy_bytes, on_gpu = state // max(1, num_writers), machine.device_bytes is not None
+    copy_bytes, on_gpu = state_bytes // max(1, num_writers), machine.device_bytes is not None
     if on_gpu:  # copied in whole blocks
         copy_bytes = -(-copy_bytes // PIECE_BYTES) * PIECE_BYTES
     if staging_bytes != "auto" or not on_gpu:
@@ -336,17 +336,19 @@ def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> Tr
     return replace(adapted_report, optimizer_bytes=SAVED_COPIES * trained_bytes // num_ranks)
 
 
-def _add_bytes(report: TraceReport, loaded: int, idle: int, step_bytes: int) -> TraceReport:
+def _add_bytes(
+    report: TraceReport, added_loaded_bytes: int, added_idle_bytes: int, added_step_bytes: int
+) -> TraceReport:
     """Return the report with bytes added: loaded, idle (as optimizer state), and in a step."""
     return replace(
         report,
-        optimizer_bytes=report.optimizer_bytes + idle,
-        loaded_bytes=report.loaded_bytes + loaded,
-        idle_bytes=report.idle_bytes + idle,
-        evaluation_bytes=report.evaluation_bytes + idle,
-        heap_evaluation_bytes=report.heap_evaluation_bytes + idle,
-        peak_bytes=report.peak_bytes + step_bytes,
-        heap_peak_bytes=report.heap_peak_bytes + step_bytes,
+        optimizer_bytes=report.optimizer_bytes + added_idle_bytes,
+        loaded_bytes=report.loaded_bytes + added_loaded_bytes,
+        idle_bytes=report.idle_bytes + added_idle_bytes,
+        evaluation_bytes=report.evaluation_bytes + added_idle_bytes,
+        heap_evaluation_bytes=report.heap_evaluation_bytes + added_idle_bytes,
+        peak_bytes=report.peak_bytes + added_step_bytes,
+        heap_peak_bytes=report.heap_peak_bytes + added_step_bytes,
     )
 
 
@@ -370,66 +372,70 @@ def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
 
 
 def limit_tokens_by_host(
-    maximum: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
+    max_tokens: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
 ) -> tuple[int, Literal["", "GPU", "node"]]:
-    """Limit ``maximum`` tokens to those whose offloaded block inputs fit a node; name what limits.
+    """Limit ``max_tokens`` to those whose offloaded block inputs fit a node; name what limits.
 
     ``moved_bytes``: offloaded bytes of ``tokens`` on each rank. If 0, no limit is named.
     """
     if not moved_bytes:
-        return maximum, ""
+        return max_tokens, ""
     steady = steady_phase(phases)
     on_host = max(0, tokens + tokens * _spare_host_bytes(steady, machine) // moved_bytes)
-    return (on_host, "node") if on_host < maximum else (maximum, "GPU")
+    return (on_host, "node") if on_host < max_tokens else (max_tokens, "GPU")
 
 
 def tokens_that_fit(
-    free_bytes_at: Callable[[int, int, int], int], free_bytes: int, rows: int, seq_len: int
+    spare_bytes_at: Callable[[int, int, int], int], free_bytes: int, rows: int, seq_len: int
 ) -> int:
     """Return about how many tokens a micro-batch may have.
 
     ``free_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
-    ``spare_bytes_at(rows, length, loader_row_len)`` traces another micro-batch, while rows of ``loader_row_len``
-    tokens wait in the loader. Masks grow with the square of the length, so one more row takes at
-    most twice what the second half of a row takes.
+    ``spare_bytes_at(rows, length, loader_row_len)`` traces another micro-batch, while rows of
+    ``loader_row_len`` tokens wait in the loader. Masks grow with the square of the length, so one
+    more row takes at most twice what the second half of a row takes.
     """
     if free_bytes >= 0:
         half_len = max(1, seq_len // 2)
-        second_half_bytes = free_bytes_at(rows, half_len, seq_len) - free_bytes
+        second_half_bytes = spare_bytes_at(rows, half_len, seq_len) - free_bytes
         per_token = second_half_bytes / max(1, rows * (seq_len - half_len))
         return rows * seq_len + int(free_bytes / per_token if per_token > 0 else 0)
-    left_at_one_row = free_bytes_at(1, seq_len, seq_len) if rows > 1 else free_bytes
+    left_at_one_row = spare_bytes_at(1, seq_len, seq_len) if rows > 1 else free_bytes
     if left_at_one_row >= 0:
         return seq_len * (1 + left_at_one_row * (rows - 1) // (left_at_one_row - free_bytes))
     return _find_longest_row_len(
-        lambda length: free_bytes_at(1, length, length), {seq_len: left_at_one_row}
+        lambda length: spare_bytes_at(1, length, length), {seq_len: left_at_one_row}
     )
 
 
-def _find_longest_row_len(spare_bytes_at: Callable[[int], int], left_bytes: dict[int, int]) -> int:
+def _find_longest_row_len(
+    spare_bytes_at: Callable[[int], int], spare_bytes_by_len: dict[int, int]
+) -> int:
     """Return a length that fits, while 1.1 times that length does not.
 
     If more tokens always take more memory, 1.05 times the length does not fit either.
-    ``left_bytes``: one length and the bytes that it leaves, which are negative. Returns 0 if not
-    even a 64th of that length fits: then it is not the tokens that need so much. Long rows take
-    long to trace, so the search interpolates linearly, and bisects when this approaches from one
-    side only. The heap's size is partly chance: beyond a length that does not fit, a longer one
+    ``spare_bytes_by_len``: one length and the bytes that it leaves, which are negative. Returns 0
+    if not even a 64th of that length fits: then it is not the tokens that need so much. Long rows
+    take long to trace, so the search interpolates linearly, and bisects when this approaches from
+    one side only. The heap's size is partly chance: beyond a length that does not fit, a longer one
     may.
     """
-    maximum = longer = max(left_bytes)
+    maximum = longer = max(spare_bytes_by_len)
     shorter = longer // 64
     if shorter == 0 or spare_bytes_at(shorter) < 0:
         return 0
-    left_bytes[shorter] = spare_bytes_at(shorter)
+    spare_bytes_by_len[shorter] = spare_bytes_at(shorter)
     fit: list[bool] = []
     while longer > max(1.05 * shorter, shorter + 1):
-        share = left_bytes[shorter] / (left_bytes[shorter] - left_bytes[longer])
+        share = spare_bytes_by_len[shorter] / (
+            spare_bytes_by_len[shorter] - spare_bytes_by_len[longer]
+        )
         estimate = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
         if fit[-2:] in ([True, True], [False, False]):
             estimate, fit = math.sqrt(shorter * longer), []
         length = min(max(int(estimate), shorter + 1), longer - 1)
-        left_bytes[length] = spare_bytes_at(length)
-        fit.append(left_bytes[length] >= 0)
+        spare_bytes_by_len[length] = spare_bytes_at(length)
+        fit.append(spare_bytes_by_len[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
     while longer < (candidate := shorter * 11 // 10) < maximum and spare_bytes_at(candidate) >= 0:
         shorter = candidate

@@ -443,9 +443,11 @@ def plan_from_json(text: str) -> MemoryPlan:
     return MemoryPlan(**tree | parsed_fields, remedies=remedies)
 
 
-def _num_process_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
+def _num_process_groups(resolved: ResolvedLayout, trains_tied_embedding: bool) -> int:
     has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
-    return num_process_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
+    return num_process_groups(
+        resolved.layout, has_fsdp, trains_tied_embedding=trains_tied_embedding
+    )
 
 
 def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
@@ -527,14 +529,14 @@ def _layout_text(resolved: ResolvedLayout) -> str:
 # -- The sizes of a new configuration, from a plan of its run.
 
 
-def preview_plan(file: Path, nodes: int, gpus: int) -> PlanPreview | None:
+def preview_plan(file: Path, num_nodes: int, gpus_per_node: int) -> PlanPreview | None:
     """Return what the run of a configuration ``file`` needs on GPUs; None if it cannot be planned.
 
     It recomputes activations selectively if that fits a usual GPU, else fully.
     """
     config = load_config([str(file)], [])
-    machine = Machine(nodes, gpus, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES)
-    log.info("planning the memory of %d x %d GPUs", nodes, gpus)
+    machine = Machine(num_nodes, gpus_per_node, USUAL_DEVICE_BYTES, USUAL_HOST_BYTES)
+    log.info("planning the memory of %d x %d GPUs", num_nodes, gpus_per_node)
     for recompute in ("selective", "full"):
         try:
             plan = make_plan(config.with_changes({"parallel.recompute": recompute}), machine)
@@ -546,6 +548,8 @@ def preview_plan(file: Path, nodes: int, gpus: int) -> PlanPreview | None:
         fits = DEVICE_LIMITS.allows(device_bytes, USUAL_DEVICE_BYTES)
         if fits:
             break
-    node_bytes = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in phases)
+    node_bytes = max(
+        phase.node_bytes(machine) - gpus_per_node * phase.spare_bytes for phase in phases
+    )
     host_gib_per_node = -(-int(node_bytes / HOST_LIMITS.max_share) >> 30)
     return PlanPreview(recompute, host_gib_per_node, device_bytes, USUAL_DEVICE_BYTES, fits)

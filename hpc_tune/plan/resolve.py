@@ -106,9 +106,9 @@ def choose_layout(
     With DeepSpeed, all ranks shard at ZeRO stage 3 and replicate at the others. Else axes that are
     set are kept; tensor and pipeline are 1 unless set; if one of replicate and shard is unset, it
     takes the remaining ranks. If both are unset, all ranks replicate if the model fits into
-    ``MODEL_STATE_MEMORY_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so that
-    weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes differ); else all
-    ranks shard.
+    ``MODEL_STATE_MEMORY_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one
+    fits, so that weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes
+    differ); else all ranks shard.
 
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size.
@@ -316,7 +316,7 @@ class ModelShape:
     def build(self) -> BuiltModel:
         """Build the model on the meta device."""
         arguments = (self.directory, self.dtype, self.tune, self.seed)
-        return build(*arguments, weights=False, rope_scaling=self.rope_scaling)
+        return build(*arguments, reads_weights=False, rope_scaling=self.rope_scaling)
 
     @property
     def num_blocks(self) -> int:

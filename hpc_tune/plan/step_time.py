@@ -343,10 +343,10 @@ class _RankLayout:
         """Return the seconds of messages sent one after the other; all ranks wait for each one."""
         return sum(self.transfer_s(m) + m.times * self.sync_time_s(m.ranks) for m in messages)
 
-    def sync_time_s(self, size: int) -> float:
-        """Return the seconds for ``size`` ranks to wait for each other: logarithmic (a tree)."""
+    def sync_time_s(self, group_size: int) -> float:
+        """Return the seconds for ``group_size`` ranks to wait for each other: a tree."""
         num_ranks = len(self.network.nodes)
-        return self.sync_s * math.log2(size) / math.log2(num_ranks) if size > 1 else 0.0
+        return self.sync_s * math.log2(group_size) / math.log2(num_ranks) if group_size > 1 else 0.0
 
     def stage_hops_s(self, num_bytes: float) -> list[float]:
         """Return the seconds of one message from each pipeline stage to the next."""
@@ -378,8 +378,8 @@ class _PipelineTime:
         """Seconds of compute of a rank, on average."""
         return self.num_micro_batches * sum(self.stages_s) / len(self.stages_s)
 
-    def seconds(self, sharing: float) -> float:
-        """Return the total, given that a rank is up to ``sharing`` times as fast while others wait.
+    def seconds(self, idle_speedup: float) -> float:
+        """Return the total if a rank is up to ``idle_speedup`` times as fast while others wait.
 
         1F1B fills and drains once (arXiv:1806.03377), the interleaved schedule in smaller steps
         (arXiv:2104.04473).
@@ -388,15 +388,15 @@ class _PipelineTime:
             return self.computing_s + self.num_micro_batches * self.waits_s[0]
         stages = [sum(both) for both in zip(self.stages_s, self.waits_s, strict=True)]
         slowest = max(stages)
-        steady_s = (self.num_micro_batches - 1) * max(slowest / sharing, *self.stage_hops_s)
-        fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / sharing
+        steady_s = (self.num_micro_batches - 1) * max(slowest / idle_speedup, *self.stage_hops_s)
+        fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / idle_speedup
         path_s = steady_s + fill_s + 2 * sum(self.stage_hops_s)
         return max(path_s, self.num_micro_batches * sum(stages) / len(stages))
 
-    def messages_s(self, sharing: float) -> float:
+    def messages_s(self, idle_speedup: float) -> float:
         """Return how much shorter ``seconds`` would be if messages took no time."""
         silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), stage_hops_s=[0.0])
-        return self.seconds(sharing) - silent.seconds(sharing)
+        return self.seconds(idle_speedup) - silent.seconds(idle_speedup)
 
 
 def _representative_ranks(plan: StepPlan) -> list[int]:

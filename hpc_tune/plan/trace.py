@@ -351,10 +351,10 @@ class _FakeCollectives(CountedCollectives):
         self.count("send", tensor.nbytes)
         return _SentMessage()
 
-    def all_gather_uncounted(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
+    def all_gather_uncounted(self, out: torch.Tensor, part: torch.Tensor, *options: Any) -> Any:
         """Gather; as gloo does, hold a copy of the whole result until done."""
         copy = torch.empty_like(out) if self._mimics_gloo else None
-        result = super().all_gather_uncounted(out, part, *how)
+        result = super().all_gather_uncounted(out, part, *options)
         del copy
         return result
 

@@ -66,24 +66,30 @@ def doctor_lines(
     return lines
 
 
-def _software_lines(first: RankFacts, size: int) -> list[str]:
-    packages = " ".join(f"{name} {version}" for name, version in first.versions.items())
+def _software_lines(first_rank: RankFacts, num_ranks: int) -> list[str]:
+    packages = " ".join(f"{name} {version}" for name, version in first_rank.versions.items())
     lines = [f"software  {packages}"]
-    mpi = f" and {first.mpi}: both say" if first.mpi else ":"
-    lines.append(f"launcher  {first.launcher}{mpi} {format_quantity(size, 'rank')}")
-    cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
-    if first.rocm:
-        cuda = f"torch is built for ROCm {first.rocm}"
-    driver = first.topology.driver if first.topology else ""
-    if first.topology and driver:
+    mpi = f" and {first_rank.mpi}: both say" if first_rank.mpi else ":"
+    lines.append(f"launcher  {first_rank.launcher}{mpi} {format_quantity(num_ranks, 'rank')}")
+    cuda = (
+        f"torch is built for CUDA {first_rank.cuda}"
+        if first_rank.cuda
+        else "torch is built without CUDA"
+    )
+    if first_rank.rocm:
+        cuda = f"torch is built for ROCm {first_rank.rocm}"
+    driver = first_rank.topology.driver if first_rank.topology else ""
+    if first_rank.topology and driver:
         cuda += f", the driver is {driver}"
-        cuda += f" and has {first.topology.driver_cuda}" if first.topology.driver_cuda else ""
-    lines.append(f"cuda      {cuda}{f'; NCCL {first.nccl}' if first.nccl else ''}")
-    if first.library is not None:
-        lines.append(_library_line(first.library))
-    if first.compiled is not None:
-        ops = ", ".join(first.compiled.ops) or "nothing"
-        missing = " and ".join(first.compiled.missing_tools)
+        cuda += (
+            f" and has {first_rank.topology.driver_cuda}" if first_rank.topology.driver_cuda else ""
+        )
+    lines.append(f"cuda      {cuda}{f'; NCCL {first_rank.nccl}' if first_rank.nccl else ''}")
+    if first_rank.library is not None:
+        lines.append(_library_line(first_rank.library))
+    if first_rank.compiled is not None:
+        ops = ", ".join(first_rank.compiled.ops) or "nothing"
+        missing = " and ".join(first_rank.compiled.missing_tools)
         note = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
         lines.append(f"deepspeed {ops} compiled; {note}")
     return lines

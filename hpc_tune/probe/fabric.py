@@ -47,13 +47,15 @@ FABRIC_VARIABLE_NAMES = (
 )
 
 
-def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: str) -> str | None:
+def tcp_warning(
+    card_kinds: Sequence[str], library: str, plugin: str, socket_names: str
+) -> str | None:
     """Return a warning if NCCL sends by TCP on nodes whose cards need a plugin (pure).
 
-    ``kinds``: of the node's cards; ``plugin``: the one that is loaded, known after the first
+    ``card_kinds``: of the node's cards; ``plugin``: the one that is loaded, known after the first
     communicator; ``socket_names``: NCCL_SOCKET_IFNAME.
     """
-    kind = next((kind for kind in kinds if kind in PLUGIN_NETWORKS), None)
+    kind = next((kind for kind in card_kinds if kind in PLUGIN_NETWORKS), None)
     if kind is None or plugin:
         return None
     names = socket_names.removeprefix("=").split(",")
@@ -63,20 +65,22 @@ def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: s
         f"{kind} needs its network plugin (aws-ofi-nccl), and none is loaded. Load the site's "
         "module before the ranks start, and bind it into a container (doctor says more)"
     )
-    if len(names) == 1 and kinds.count(kind) > 1:
+    if len(names) == 1 and card_kinds.count(kind) > 1:
         example = ", such as hsn0,hsn1" if kind == "Slingshot" else ""
-        text += f". Until then name all {kinds.count(kind)} interfaces in run.interface{example}"
+        text += (
+            f". Until then name all {card_kinds.count(kind)} interfaces in run.interface{example}"
+        )
     return text
 
 
 def find_deviating_variables(
-    kind: str, library: str, settings: Mapping[str, str]
+    card_kind: str, library: str, settings: Mapping[str, str]
 ) -> list[ExpectedVariable]:
     """Return the variables that sites set and that are unset or different here (pure).
 
-    ``kind``: of card, such as Slingshot; ``library``: NCCL or RCCL.
+    ``card_kind``: of card, such as Slingshot; ``library``: NCCL or RCCL.
     """
-    if kind != "Slingshot":
+    if card_kind != "Slingshot":
         return []
     return [
         variable
@@ -89,13 +93,13 @@ def find_deviating_variables(
 
 
 def find_harmful_settings(
-    kind: str, library: str, version: str, settings: Mapping[str, str]
+    card_kind: str, library: str, version: str, settings: Mapping[str, str]
 ) -> list[tuple[bool, str]]:
     """Return (whether it is certain, message) of settings that hang or corrupt messages (pure).
 
     ``version``: of the loaded library.
     """
-    if kind != "Slingshot":
+    if card_kind != "Slingshot":
         return []
     problems = []
     if (

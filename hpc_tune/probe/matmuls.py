@@ -162,14 +162,16 @@ class MatmulBenchmark:
         self._compare_output()
         return marks
 
-    def wait(self, mark: "Mark") -> None:
-        """Wait until the device has reached ``mark``."""
-        if not isinstance(mark, float):
-            mark.synchronize()
+    def wait(self, timestamp: "Mark") -> None:
+        """Wait until the device has reached ``timestamp``."""
+        if not isinstance(timestamp, float):
+            timestamp.synchronize()
 
-    def measure_seconds(self, marks: "Sequence[Mark]") -> list[float]:
+    def measure_seconds(self, timestamps: "Sequence[Mark]") -> list[float]:
         """Return the seconds of each matmul of a finished batch."""
-        return [_seconds_between(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
+        return [
+            _seconds_between(*pair) for pair in zip(timestamps[:-1], timestamps[1:], strict=True)
+        ]
 
     def count_wrong_results(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""
@@ -277,12 +279,12 @@ def describe_gpu_state(result: MatmulResult) -> str:
     return ", ".join(parts)
 
 
-def _seconds_between(mark: "Mark", later: "Mark") -> float:
-    if isinstance(mark, float):
-        assert isinstance(later, float), "marks of two devices"
-        return later - mark
-    assert not isinstance(later, float), "marks of two devices"
-    return mark.elapsed_time(later) / 1e3
+def _seconds_between(begin: "Mark", end: "Mark") -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float), "marks of two devices"
+        return end - begin
+    assert not isinstance(end, float), "marks of two devices"
+    return begin.elapsed_time(end) / 1e3
 
 
 def _dtype_and_determinism(device: "torch.device") -> "tuple[torch.dtype, bool]":

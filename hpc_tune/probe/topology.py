@@ -204,12 +204,12 @@ def _amd_topology(folder: Path) -> Topology | None:
     return Topology(gpus=gpus, paths=paths, driver=amd_driver_version(folder))
 
 
-def are_on_same_switch(device: Path, other: Path) -> bool:
+def are_on_same_switch(device: Path, other_device: Path) -> bool:
     """Return whether the PCI paths of two devices meet below the root complex (pure).
 
     Their paths then have a bridge in common: ``.../pci0000:15/0000:15:01.0/...``.
     """
-    common = [a for a, b in zip(device.parts, other.parts, strict=False) if a == b]
+    common = [a for a, b in zip(device.parts, other_device.parts, strict=False) if a == b]
     return any(re.fullmatch(r"[0-9a-f]+:[0-9a-f]+:[0-9a-f]+\.[0-9a-f]", part) for part in common)
 
 
@@ -277,13 +277,13 @@ def _nvlink_states(nvml: Any, handle: Any) -> Iterator[bool]:
             yield nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
 
 
-def _link_path(nvml: Any, gpu: Any, other: Any) -> str:
+def _link_path(nvml: Any, gpu: Any, other_gpu: Any) -> str:
     with contextlib.suppress(nvml.NVMLError):
-        status = nvml.nvmlDeviceGetP2PStatus(gpu, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        status = nvml.nvmlDeviceGetP2PStatus(gpu, other_gpu, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if status == nvml.NVML_P2P_STATUS_OK:
             return "NVLink"
     with contextlib.suppress(nvml.NVMLError):
-        return _PCI_PATH_LABELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(gpu, other), "?")
+        return _PCI_PATH_LABELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(gpu, other_gpu), "?")
     return "?"
 
 
@@ -303,8 +303,8 @@ def find_network_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterato
             )
 
 
-def _card_kind(group: str, card: Path) -> str:
-    if group == "cxi":
+def _card_kind(card_class: str, card: Path) -> str:
+    if card_class == "cxi":
         return "Slingshot"
     if (card / "device" / "driver").resolve().name == "efa":
         return "EFA"

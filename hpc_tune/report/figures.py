@@ -46,10 +46,12 @@ def _plot_loss(runs: Sequence[Run]) -> Figure | None:
 
 
 def _plot_held_out_curve(
-    axes: Axes, evals: Sequence[Record], x: str, y: str, **options: Any
+    axes: Axes, evals: Sequence[Record], x_key: str, y_key: str, **options: Any
 ) -> None:
     marker = "o" if len(evals) <= MAX_POINTS_WITH_MARKERS else None
-    axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4)
+    axes.plot(
+        *curve_points(evals, x_key, y_key), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4
+    )
 
 
 def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
@@ -270,13 +272,13 @@ def _bin_maxima(rows: Sequence[Record], key: str) -> list[Record]:
 
 def curve_points(
     rows: Sequence[Record],
-    x: str,
-    y: str,
+    x_key: str,
+    y_key: str,
     scale: Callable[[float], float] = float,
     max_points: int = MAX_CURVE_POINTS,
 ) -> Points:
     """Return x and y of the rows that have y; if there are many, as means over neighbors."""
-    points = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
+    points = [(float(row[x_key]), scale(row[y_key])) for row in rows if row.get(y_key) is not None]
     width = max(1, -(-len(points) // max_points))
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return (
@@ -501,17 +503,19 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _heatmap_columns(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
-    """Return a column per bin of steps: the slowest of every ``group`` ranks; nan if no rank."""
+def _heatmap_columns(
+    lines: Sequence[Record], num_ranks: int, ranks_per_row: int
+) -> list[list[float]]:
+    """Return a column per bin of steps: the slowest of every ``ranks_per_row`` ranks, or nan."""
     first, last = lines[0]["step"], lines[-1]["step"]
     num_columns = min(_MAX_HEATMAP_COLUMNS, len(lines))
-    nan, num_rows = float("nan"), -(-num_ranks // group)
+    nan, num_rows = float("nan"), -(-num_ranks // ranks_per_row)
     columns: list[list[float]] = [[] for _ in range(num_columns)]
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
         index = min(num_columns - 1, int(share * num_columns))
         values = divide_by_median(line["work_s"])
-        rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
+        rows = [max(values[i : i + ranks_per_row]) for i in range(0, len(values), ranks_per_row)]
         rows += [nan] * (num_rows - len(rows))
         columns[index] = np.fmax(columns[index] or rows, rows).tolist()
     for index, column in enumerate(columns):  # after a resume, lines may be further apart

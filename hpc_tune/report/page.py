@@ -430,9 +430,9 @@ def _render_card(title: str, body: str) -> str:
 
 
 def _render_table(
-    heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty_text: str
+    headers: Sequence[str] | None, rows: Iterable[Sequence[str]], empty_text: str
 ) -> str:
-    first = "<th>{}</th>" if heads is None else '<td class="when">{}</td>'
+    first = "<th>{}</th>" if headers is None else '<td class="when">{}</td>'
     body = "".join(
         "<tr>"
         + first.format(_escape(row[0]))
@@ -442,7 +442,7 @@ def _render_table(
     )
     if not body:
         return f"<p>{_escape(empty_text)}</p>" if empty_text else ""
-    head = "".join(f"<th>{_escape(name)}</th>" for name in heads or ())
+    head = "".join(f"<th>{_escape(name)}</th>" for name in headers or ())
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
@@ -478,8 +478,8 @@ def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, s
         return glyph[0] if is_new else ""
 
     return [
-        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', drop_repeated_glyph, _render_svg(name, figure),
-                               flags=re.DOTALL))
+        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', drop_repeated_glyph,
+                               _render_svg(name, figure), flags=re.DOTALL))
         for name, caption, figure in figures
     ]  # fmt: skip
 

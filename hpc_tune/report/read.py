@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hpc_tune.cluster.protocol import JobEnergy
 from hpc_tune.cluster.schedulers import ask_job_energy, can_report_energy
-from hpc_tune.config.section import flatten, format_setting
+from hpc_tune.config.section import flatten_settings, format_setting
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import warn_unreadable
 from hpc_tune.rundir import outcome, owner
@@ -98,7 +98,8 @@ def _sum_energies(energies: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
     joules = sum(part.joules or 0.0 for part in known)
     text = (
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
-        f"{_describe_jobs([part.job for part in known])}, from start to end, including other jobs there"
+        f"{_describe_jobs([part.job for part in known])}, from start to end, including other jobs "
+        "there"
     )
     if any(part.is_sum_of_steps for part in known):
         text += "; this is the sum of job steps, several of which can count the same node"
@@ -334,14 +335,14 @@ def find_run_dir(path: Path) -> Path:
 
 def build_run_from_records(
     path: Path,
-    lines: Sequence[Record],
+    metrics_rows: Sequence[Record],
     events: Sequence[Record],
     ranks: Sequence[Record],
     experts: Sequence[Record],
 ) -> Run:
     """Build the run at ``path`` from the rows that the readers of ``open_record_readers`` returned."""
-    steps = [row for row in lines if "step" in row and "step_s" in row]
-    evals = [row for row in lines if "step" in row and "eval_loss" in row]
+    steps = [row for row in metrics_rows if "step" in row and "step_s" in row]
+    evals = [row for row in metrics_rows if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
     settings = _read_settings(path / RESOLVED_CONFIG)
     return Run(
@@ -455,7 +456,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
         warn_unreadable(path, error)
         return {}
     sections = tree if isinstance(tree, dict) else {}
-    return flatten({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
+    return flatten_settings(
+        {name: fields for name, fields in sections.items() if isinstance(fields, dict)}
+    )
 
 
 def _silence_s(path: Path, heartbeats: Sequence[Heartbeat]) -> float:

@@ -146,8 +146,8 @@ JsonRow = Mapping[str, Any]
 class StartHistory:
     """History of all starts of a run before its newest.
 
-    ``num_failures`` in ``running_s`` seconds of running; ``waits_s``: how long training waited for each
-    save, the newest last.
+    ``num_failures`` in ``running_s`` seconds of running; ``waits_s``: how long training waited for
+    each save, the newest last.
     """
 
     num_failures: int = 0

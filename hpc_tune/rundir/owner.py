@@ -176,7 +176,7 @@ class RunLock:
         self._inode = _folder_inode(self._path.parent)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of a failure: ``RunDirMovedError`` if the folder was moved, else ``error``."""
+        """Return ``RunDirMovedError`` if the folder was moved and so caused ``error``, else it."""
         has_moved = not isinstance(error, InUseError) and self._has_moved()
         return RunDirMovedError(self._path.parent) if has_moved else error
 

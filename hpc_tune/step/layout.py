@@ -188,22 +188,24 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def pipeline_problems(config: Any, num_blocks: int, ranks: int, stages_per_rank: int) -> list[str]:
+def pipeline_problems(
+    config: Any, num_blocks: int, num_ranks: int, stages_per_rank: int
+) -> list[str]:
     """Return the reasons why a model cannot be cut into stages; empty if it can."""
-    stages = ranks * stages_per_rank
+    stages = num_ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
         return [
-            f"parallel.pipeline={ranks}: transformers has no plan for cutting a "
+            f"parallel.pipeline={num_ranks}: transformers has no plan for cutting a "
             f"{config.model_type} model into stages; use parallel.shard"
         ]
     if len(set(getattr(config, "layer_types", None) or ["one"])) > 1:
         return [
-            f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are "
+            f"parallel.pipeline={num_ranks}: the blocks of this {config.model_type} model are "
             "not all of one kind; use parallel.shard"
         ]
     if stages > num_blocks:
         return [
-            f"parallel.pipeline={ranks} with stages_per_rank={stages_per_rank} makes {stages} "
+            f"parallel.pipeline={num_ranks} with stages_per_rank={stages_per_rank} makes {stages} "
             f"stages of {num_blocks} decoder blocks; use at most {num_blocks} stages"
         ]
     return []
@@ -235,12 +237,12 @@ def balance_stages(
 def assign_stage_blocks(
     config: Any,
     num_blocks: int,
-    block_values: float,
+    values_per_block: float,
     layout: Layout,
     stages_per_rank: int,
     loss_token_fraction: float,
 ) -> list[range]:
-    """Return the blocks of each stage; a block computes with ``block_values`` weights.
+    """Return the blocks of each stage; a block computes with ``values_per_block`` weights.
 
     ``loss_token_fraction`` of the tokens reach the output head.
     """
@@ -248,7 +250,7 @@ def assign_stage_blocks(
     return balance_stages(
         num_blocks,
         layout.pipeline * stages_per_rank,
-        loss_token_fraction * head_values / block_values,
+        loss_token_fraction * head_values / values_per_block,
         layout.pipeline,
     )
 
@@ -262,24 +264,30 @@ class PipelinePass:
     micro_batch: int
 
 
-def schedule_passes(rank: int, ranks: int, chunks: int, num_micro: int) -> list[PipelinePass]:
+def schedule_passes(
+    rank: int, num_ranks: int, num_chunks: int, num_micro: int
+) -> list[PipelinePass]:
     """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
 
-    ``rank`` is one of ``ranks`` of the pipeline; each has ``chunks`` stages. With several of these,
-    ``num_micro`` must be a multiple of ``ranks``, else it raises ValueError.
+    ``rank`` is one of ``num_ranks`` of the pipeline; each has ``num_chunks`` stages. With several
+    of these, ``num_micro`` must be a multiple of ``num_ranks``, else it raises ValueError.
     """
-    if chunks > 1 and num_micro % ranks:
-        raise ValueError(f"{num_micro} micro-batches are not a multiple of {ranks} ranks")
+    if num_chunks > 1 and num_micro % num_ranks:
+        raise ValueError(f"{num_micro} micro-batches are not a multiple of {num_ranks} ranks")
 
     def nth_pass(n: int, kind: Direction) -> PipelinePass:
-        if chunks == 1:
+        if num_chunks == 1:
             return PipelinePass(kind, 0, n)
-        chunk = n // ranks % chunks
-        micro_batch = n // (ranks * chunks) * ranks + n % ranks
-        return PipelinePass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
+        chunk = n // num_ranks % num_chunks
+        micro_batch = n // (num_ranks * num_chunks) * num_ranks + n % num_ranks
+        return PipelinePass(
+            kind, chunk if kind == "forward" else num_chunks - 1 - chunk, micro_batch
+        )
 
-    total, later_ranks = num_micro * chunks, ranks - rank - 1
-    warm_up = min(total, later_ranks if chunks == 1 else 2 * later_ranks + (chunks - 1) * ranks)
+    total, later_ranks = num_micro * num_chunks, num_ranks - rank - 1
+    warm_up = min(
+        total, later_ranks if num_chunks == 1 else 2 * later_ranks + (num_chunks - 1) * num_ranks
+    )
     passes = [nth_pass(n, "forward") for n in range(warm_up)]
     for n in range(total - warm_up):
         passes += [nth_pass(warm_up + n, "forward"), nth_pass(n, "backward")]
@@ -300,15 +308,15 @@ _COMMON_AXES = (
 _FSDP_AXES = (("shard",), ("replicate",), ("expert_shard",))
 
 
-def num_process_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
+def num_process_groups(layout: Layout, uses_fsdp: bool, trains_tied_embedding: bool = False) -> int:
     """Return how many groups of several ranks the first rank is in, including the world.
 
-    Groups of two neighbors in a pipeline are not counted. ``ties_ends``: the pipeline's first and
-    last stage train one weight, the embedding and the head.
+    Groups of two neighbors in a pipeline are not counted. ``trains_tied_embedding``: the pipeline's
+    first and last stage train one weight, the embedding and the head.
     """
     axes = (*_COMMON_AXES, *(_FSDP_AXES if uses_fsdp else ()))
     ranks = {layout.group_of(0, *names) for names in axes} | {tuple(range(layout.size))}
-    if ties_ends:
+    if trains_tied_embedding:
         first, *_ = stages = layout.group_of(0, "pipeline")
         ranks.add((first, stages[-1]) if len(stages) > 1 else (first,))
     return sum(len(members) > 1 for members in ranks)
@@ -327,21 +335,21 @@ CollectiveKind = Literal[
 ]
 
 
-def ring_steps(kind: CollectiveKind, ranks: int) -> int:
-    """Return how many times a rank sends the ``ranks``-th part of a message."""
+def ring_steps(kind: CollectiveKind, num_ranks: int) -> int:
+    """Return how many times a rank sends the ``num_ranks``-th part of a message."""
     match kind:
         case "all_reduce":
-            return 2 * (ranks - 1)
+            return 2 * (num_ranks - 1)
         case "all_gather" | "reduce_scatter" | "all_to_all":
-            return ranks - 1
+            return num_ranks - 1
         case _:  # all of it along a chain; in a reduction not the last rank
-            return ranks if ranks > 1 else 0
+            return num_ranks if num_ranks > 1 else 0
 
 
-def sent_bytes(kind: CollectiveKind, ranks: int, num_bytes: int) -> int:
+def sent_bytes(kind: CollectiveKind, num_ranks: int, num_bytes: int) -> int:
     """Return the bytes that a rank sends.
 
     ``num_bytes`` is the whole message: what is summed, scattered or sent, or what every rank has
     after a gather.
     """
-    return ring_steps(kind, ranks) * num_bytes // ranks
+    return ring_steps(kind, num_ranks) * num_bytes // num_ranks

@@ -164,9 +164,9 @@ def tensor_messages(
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
-    For blocks and the embedding see ``_activation_all_reduces``. For the head, on the rank that has it:
-    the gradient of its input, for tokens with loss, and three fp32 numbers for each (these twice if
-    logits are recomputed). And what the model's plan gathers.
+    For blocks and the embedding see ``_activation_all_reduces``. For the head, on the rank that has
+    it: the gradient of its input, for tokens with loss, and three fp32 numbers for each (these
+    twice if logits are recomputed). And what the model's plan gathers.
     """
     model, all_reduce = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
@@ -274,22 +274,22 @@ def context_messages(
     yield all_to_all(tokens * plan.itemsize * heads * value_width, times)
 
 
-def head_counts_and_widths(model: Any, tensor: int) -> tuple[int, int, int, int]:
+def head_counts_and_widths(config: Any, num_tensor_ranks: int) -> tuple[int, int, int, int]:
     """Return the query and key heads on a rank of the tensor axis, and the values of each head.
 
     First of a query or key head, then of a value head: latent attention (DeepSeek) has fewer in the
     latter, and a key head for each query head.
     """
-    heads = model.num_attention_heads
-    if getattr(model, "qk_rope_head_dim", None) and getattr(model, "v_head_dim", None):
-        width = model.qk_nope_head_dim + model.qk_rope_head_dim
-        return heads // tensor, heads // tensor, width, model.v_head_dim
-    groups = getattr(model, "num_key_value_heads", None) or heads
-    width = getattr(model, "head_dim", None) or model.hidden_size // heads
-    return heads // tensor, max(1, groups // tensor), width, width
+    heads = config.num_attention_heads
+    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "v_head_dim", None):
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return heads // num_tensor_ranks, heads // num_tensor_ranks, width, config.v_head_dim
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads // num_tensor_ranks, max(1, groups // num_tensor_ranks), width, width
 
 
-def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:
+def zero_messages(plan: StepPlan, zero_stage: int, num_micro: int) -> Iterator[Message]:
     """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
     Stage 1 sums all gradients once per step, stage 2 once per micro-batch, both in all-reduces, and
@@ -298,7 +298,7 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     only if they are matrices outside the blocks.
     """
     size, collective = plan.size, partial(_collective, plan)
-    if stage == 3:
+    if zero_stage == 3:
         weights = (
             size.frozen_bytes + size.trained_nonblock_bytes
             if size.frozen_bytes
@@ -307,7 +307,7 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
         yield collective("all_gather", AXES, weights, 2 * num_micro)
         yield collective("reduce_scatter", AXES, size.trained_bytes, num_micro)
         return
-    yield collective("all_reduce", AXES, size.trained_bytes, num_micro if stage == 2 else 1)
+    yield collective("all_reduce", AXES, size.trained_bytes, num_micro if zero_stage == 2 else 1)
     yield collective("all_gather", AXES, size.trained_bytes)
 
 

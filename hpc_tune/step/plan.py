@@ -39,9 +39,9 @@ class StepPlan:
     """One step of a model in a layout.
 
     ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Matmuls use
-    values of ``itemsize`` bytes. ``loss_token_fraction`` of the tokens reach the head; pipeline stages are
-    balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
-    ``num_router_sums``: the sums that watched routers add to a step's.
+    values of ``itemsize`` bytes. ``loss_token_fraction`` of the tokens reach the head; pipeline
+    stages are balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the
+    loss. ``num_router_sums``: the sums that watched routers add to a step's.
     """
 
     layout: Layout
@@ -180,10 +180,12 @@ class StepPlan:
             return 1
         return self.layout.group_size([self.shard_axis(weights.kind)])
 
-    def add_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
-        """Return ``num`` values or bytes of a rank's weights, with FSDP2's padding of shards."""
+    def add_fsdp_padding(self, weights: WeightGroup, amount: int) -> int:
+        """Return ``amount`` values or bytes of a rank's weights, with FSDP2's padding of shards."""
         return weights.padded_size(
-            num, self.num_shards(weights), can_shard_any_dim=self.is_expert_parallel(weights.kind)
+            amount,
+            self.num_shards(weights),
+            can_shard_any_dim=self.is_expert_parallel(weights.kind),
         )
 
     def num_fsdp_units(self, pp_rank: int) -> int:
@@ -198,12 +200,12 @@ class StepPlan:
         """Whether trained weights have more bytes than matmuls use, and are cast for each."""
         return self.size.is_fully_trained and self.itemsize < self.size.trained_itemsize
 
-    def skips_empty_micros(self, training: bool = True) -> bool:
+    def skips_empty_micros(self, is_training: bool = True) -> bool:
         """Whether a rank skips a micro-batch without loss: no other rank waits for its messages."""
         if self.parallel.zero_stage is not None:
             # DeepSpeed reduces within each backward pass; stage 3 gathers weights in all passes.
-            return not training and self.parallel.zero_stage < 3
-        if training and self.num_router_sums:
+            return not is_training and self.parallel.zero_stage < 3
+        if is_training and self.num_router_sums:
             return False  # routers count its tokens all the same
         return self.layout.pipeline == self.layout.context == 1 and not self.uses_fsdp
 
@@ -267,11 +269,12 @@ class StepPlan:
         shards = (self.size.is_fully_trained and self.uses_fsdp) or self.layout.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def reduction_axes(self, is_partial: bool, is_distributed: bool = False) -> tuple[str, ...]:
+    def reduction_axes(self, is_partial: bool, is_expert_parallel: bool = False) -> tuple[str, ...]:
         """Return the axes over which a gradient is summed; for a partial sum also the tensor axis.
 
-        ``is_distributed``: for spread experts, whose ranks have had all tokens of the expert axis.
+        ``is_expert_parallel``: for spread experts, whose ranks have had all tokens of the expert
+        axis.
         """
-        if is_distributed:
+        if is_expert_parallel:
             return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")

@@ -64,17 +64,17 @@ class WeightGroup:
     values_by_block: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def padded_size(self, num: int, shards: int, can_shard_any_dim: bool = False) -> int:
-        """Return ``num`` values or bytes of these, with the padding that makes shards equally big.
+    def padded_size(self, amount: int, num_shards: int, can_shard_any_dim: bool = False) -> int:
+        """Return ``amount`` values or bytes of these, with the padding for shards of equal size.
 
         FSDP2 cuts each tensor into shards of equally many rows; the last may get fewer or none.
         ``can_shard_any_dim``: it cuts another dimension instead if the shards divide that one.
         """
         shardable_dims = self.shape if can_shard_any_dim else self.shape[:1]
-        if not shardable_dims or any(length % shards == 0 for length in shardable_dims):
-            return num
+        if not shardable_dims or any(length % num_shards == 0 for length in shardable_dims):
+            return amount
         rows = self.shape[0]
-        return num * (-(-rows // shards) * shards) // rows
+        return amount * (-(-rows // num_shards) * num_shards) // rows
 
     def row_shard_shape(self, num_shards: int) -> tuple[int, ...]:
         """Return the shape of each parameter if its rows are cut into ``num_shards`` parts."""
@@ -141,9 +141,9 @@ class ModelSize:
         """Bytes of a trained value as it is stored."""
         return self.trained_bytes // self.num_trained
 
-    def blocks(self, model: Any) -> int:
+    def blocks(self, config: Any) -> int:
         """Return the number of decoder blocks of a transformers config's model."""
-        return self.num_blocks or int(model.num_hidden_layers)
+        return self.num_blocks or int(config.num_hidden_layers)
 
     def activation_itemsize(self, itemsize: int) -> int:
         """Return the bytes of a value between blocks: as weights are stored, if all are trained.
@@ -153,11 +153,11 @@ class ModelSize:
         return max(itemsize, self.trained_itemsize) if self.is_fully_trained else itemsize
 
 
-def measure_model_size(module: nn.Module, is_8bit: bool = False) -> ModelSize:
+def measure_model_size(module: nn.Module, has_8bit_optimizer: bool = False) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
 
-    Of a module that is no ``LossModel`` only values and bytes are counted. ``is_8bit``: whether the
-    optimizer's moments have 8 bits.
+    Of a module that is no ``LossModel`` only values and bytes are counted. ``has_8bit_optimizer``:
+    whether the optimizer's moments have 8 bits.
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -175,7 +175,7 @@ def measure_model_size(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         () if model is None else _group_weights(model, packed_layers),
         (0, 0) if model is None else num_gathered_features(model),
         () if model is None else count_all_reduces(model),
-        sum(_moment_savings_bytes(p) for p in trained) if is_8bit else 0,
+        sum(_moment_savings_bytes(p) for p in trained) if has_8bit_optimizer else 0,
         0 if model is None else len(find_blocks(model)),
     )
 
@@ -266,7 +266,7 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     return num_bytes * padded_bytes // total_bytes if total_bytes else num_bytes
 
 
-def max_activation_bytes(model: Any, tokens: int) -> int:
+def max_activation_bytes(config: Any, tokens: int) -> int:
     """Return a bound in bytes on what a rank keeps of ``tokens`` tokens without recompute.
 
     68 bytes x tokens x hidden x layers: in 32 bits, twice the 16-bit values of arXiv:2205.05198
@@ -274,39 +274,39 @@ def max_activation_bytes(model: Any, tokens: int) -> int:
     each expert of a token, 4 bytes x (3 hidden + 4 inner): its input, output and weighted output;
     gate and up, the activation, and their product.
     """
-    hidden: int = model.hidden_size
+    hidden: int = config.hidden_size
     token_bytes = 68 * hidden
-    if has_experts(model):
+    if has_experts(config):
         token_bytes += (
-            4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_experts_per_token(model)
+            4 * (3 * hidden + 4 * _expert_inner_size(config)) * num_experts_per_token(config)
         )
-    block_bytes: int = token_bytes * tokens * model.num_hidden_layers
-    logits_bytes: int = 8 * tokens * model.vocab_size
+    block_bytes: int = token_bytes * tokens * config.num_hidden_layers
+    logits_bytes: int = 8 * tokens * config.vocab_size
     return block_bytes + logits_bytes
 
 
-def _expert_inner_size(model: Any) -> int:
+def _expert_inner_size(config: Any) -> int:
     names = ("moe_intermediate_size", "intermediate_size")
-    inner = next((value for n in names if (value := value_shared_by_layers(model, n))), 0)
+    inner = next((value for n in names if (value := value_shared_by_layers(config, n))), 0)
     return int(max(inner) if isinstance(inner, list) else inner)
 
 
-def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:
+def flops_per_token(size: ModelSize, config: Any, seq_len: int) -> float:
     """Return the flops of one training step per token of a document of ``seq_len`` tokens.
 
-    Counts the weights, and attention within the document. ``model`` is the transformers config.
+    Counts the weights, and attention within the document. ``config`` is the transformers config.
     """
-    return weight_flops_per_token(size, model) + attention_flops(model, [seq_len]) / seq_len
+    return weight_flops_per_token(size, config) + attention_flops(config, [seq_len]) / seq_len
 
 
-def weight_flops_per_token(size: ModelSize, model: Any) -> float:
+def weight_flops_per_token(size: ModelSize, config: Any) -> float:
     """Return the flops of one training step per token in matmuls with weights.
 
     Without recomputation. Two per weight forward and two backward for the gradient of the input,
     two more for the gradient of a trained weight: 4 x frozen + 6 x trained. The input embedding
     counts only if it is also the head, and routed experts only as far as a token uses them.
     """
-    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     flops = 4.0 * size.num_frozen + 6.0 * size.num_trained
     input_embeddings = [w for w in size.weights if w.part == "embedding" and w.is_trained]
     trains_embedding = (
@@ -314,18 +314,18 @@ def weight_flops_per_token(size: ModelSize, model: Any) -> float:
     )
     expert_groups = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
     idle_flops = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in expert_groups)
-    idle_flops *= 1 - active_expert_share(model)
+    idle_flops *= 1 - active_expert_share(config)
     return flops - (6.0 if trains_embedding else 4.0) * embedding - idle_flops
 
 
-def attention_flops(model: Any, lengths: Sequence[int]) -> float:
+def attention_flops(config: Any, lengths: Sequence[int]) -> float:
     """Return the flops of causal attention in one training step of documents of ``lengths`` tokens.
 
     6 x hidden x length^2 in each layer (arXiv:2204.02311, appendix B, halved for causality). A
     sliding window of W tokens leaves out the triangle of tokens further away, (length - W)^2.
     """
     scores = 0
-    for window, num_layers in Counter(layer_windows(model)).items():
+    for window, num_layers in Counter(layer_windows(config)).items():
         excess_lengths = (max(0, length - (window or length)) for length in lengths)
         scores += num_layers * (sum(n * n for n in lengths) - sum(n * n for n in excess_lengths))
-    return 6.0 * model.hidden_size * scores
+    return 6.0 * config.hidden_size * scores

@@ -104,18 +104,18 @@ def gathers_keys(config: Any, layout: Layout) -> bool:
     return layout.context > 1 and num_local_query_heads(config, layout) % layout.context != 0
 
 
-def slicing_problems(config: Any, ranks: int) -> list[str]:
-    """Return the reasons why a model cannot be split over ``ranks``; empty if it can."""
+def slicing_problems(config: Any, num_ranks: int) -> list[str]:
+    """Return the reasons why a model cannot be split over ``num_ranks``; empty if it can."""
     plan = read_tp_plan(config)
     if not plan or not set(plan.values()) <= _TP_STYLES:
         return [
-            f"parallel.tensor={ranks}: transformers has no plan for splitting a "
+            f"parallel.tensor={num_ranks}: transformers has no plan for splitting a "
             f"{config.model_type} model's matrices; use parallel.shard"
         ]
     heads = value_shared_by_layers(config, "num_attention_heads")
     if heads is None:
         return [
-            f"parallel.tensor={ranks}: the layers of this {config.model_type} model differ in "
+            f"parallel.tensor={num_ranks}: the layers of this {config.model_type} model differ in "
             "their numbers of heads; use parallel.shard"
         ]
     kv_heads = value_shared_by_layers(config, "num_key_value_heads") or heads
@@ -136,11 +136,11 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     elif splits_attention:  # gathered before they are split into heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         counts |= {"fused projections": (heads + 2 * kv_heads) * head_dim}
-    if all(count % ranks == 0 for count in counts.values()):
+    if all(count % num_ranks == 0 for count in counts.values()):
         return []
     divisors = [n for n in range(1, heads + 1) if all(c % n == 0 for c in counts.values())]
     return [
-        f"parallel.tensor={ranks} does not divide "
+        f"parallel.tensor={num_ranks} does not divide "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}; use "
         f"{', '.join(map(str, divisors))}"
     ]

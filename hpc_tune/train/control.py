@@ -51,12 +51,12 @@ from hpc_tune.world.comm import Comm
 class StepStatus:
     """What one rank reports at the boundary before a step, or the sums over all ranks.
 
-    ``loss_terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops`` are
-    sums over the rows of the step that this rank counts.
-    ``saves_due``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
-    ``saves_done``: 1 if this rank has finished its part of the current checkpoint, see saver.py.
-    ``collection_due``: garbage collection is due. ``levels``: the memory levels that this rank has
-    reached. ``loss_tokens_by_source``: the loss tokens of each source of a mixture.
+    ``loss_terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops``
+    are sums over the rows of the step that this rank counts. ``saves_due``: a checkpoint is due by
+    rank 0's clock. ``stop``: this rank was asked to stop. ``saves_done``: 1 if this rank has
+    finished its part of the current checkpoint, see saver.py. ``collection_due``: garbage
+    collection is due. ``levels``: the memory levels that this rank has reached.
+    ``loss_tokens_by_source``: the loss tokens of each source of a mixture.
     """
 
     loss_terms: float

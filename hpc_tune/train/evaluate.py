@@ -41,7 +41,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
             num_rows=config.train.eval_rows,
             rank=plan.layout.coordinates(job.setup_comm.world.rank).data,
             size=plan.layout.data_parallel_size,
-            limit=source.limit,
+            document_limit=source.limit,
         )
         if data.eval_references:
             held_out.set_reference_log_probs(data.eval_references[number])

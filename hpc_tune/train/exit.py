@@ -3,7 +3,8 @@
 join_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
                                     ends every rank
 startup_watchdog    stops the phases before the first step, which cannot check the stop flag
-MemoryShortageHandler          stops a run that runs out of memory between two steps: the monitor's thread sees
+MemoryShortageHandler
+                    stops a run that runs out of memory between two steps: the monitor's thread sees
                     the limit near, or an allocation fails; exit code 75, and the run can be resumed
 """
 
@@ -317,7 +318,7 @@ class StartupWatchdog:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
             words = f"{limit} ended while {activity}, before a step was done"
         step = self._resume_point.step
-        return ResumableStop(reason, step, words=words, can_rerun=not is_too_short)
+        return ResumableStop(reason, step, explanation=words, can_rerun=not is_too_short)
 
     def _stop_reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_requested(margin_s) else None
@@ -388,15 +389,16 @@ class MemoryShortageHandler:
         words = f"{shortage.words}; an allocation failed: {describe_failed_allocation(error)}"
         return self._make_error(replace(shortage, words=words))
 
-    def _make_error(self, need: MemoryShortage) -> ResumableStop:
+    def _make_error(self, shortage: MemoryShortage) -> ResumableStop:
         advice = f"Before training there is no memory-saving action: {MORE_MEMORY_ADVICE}"
         actions_taken: list[str] = []
         if self.governor is not None:
-            advice, actions_taken = self.governor.advice(need), self.governor.actions_taken
+            advice, actions_taken = self.governor.advice(shortage), self.governor.actions_taken
         step = self._resume_point.step or 0
-        words = (
-            f"stopped before memory ran out while {self._comm.activity[0]}: {need.words}. {advice}"
-        )
+        words = f"stopped before memory ran out while {self._comm.activity[0]}: {shortage.words}. {advice}"
         return ResumableStop(
-            f"{need.words}. {advice}", step, memory_outcome_facts(need, actions_taken), words
+            f"{shortage.words}. {advice}",
+            step,
+            memory_outcome_facts(shortage, actions_taken),
+            words,
         )

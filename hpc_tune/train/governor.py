@@ -239,12 +239,13 @@ class _MemoryUsage:
     text: str
 
 
-def _count_permanent_actions(taken: Sequence[Action]) -> int:
-    """Return how many of the actions ``taken`` at the start are never undone: all up to the last
-    one that frees device memory, since without it the device may run out and end the run.
+def _count_permanent_actions(taken_actions: Sequence[Action]) -> int:
+    """Return how many of ``taken_actions`` at the start are never undone: all up to the last one
+    that frees device memory, since without it the device may run out and end the run.
     """
     return max(
-        (number for number, a in enumerate(taken, 1) if a.freed_memory == "device"), default=0
+        (number for number, a in enumerate(taken_actions, 1) if a.freed_memory == "device"),
+        default=0,
     )
 
 

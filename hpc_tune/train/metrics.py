@@ -56,15 +56,17 @@ _MAX_RANK_WORK_LINES = 200  # of ranks.jsonl: 100,000 steps on 512 ranks take le
 class RankWorkWriter:
     """Writes each rank's mean seconds of its own work per step; nothing in a world of one rank."""
 
-    def __init__(self, size: int, run_dir: Path | None, start_step: int, total_steps: int) -> None:
-        """Write for ``size`` ranks from ``start_step`` on; ``run_dir`` is given only on rank 0.
+    def __init__(
+        self, world_size: int, run_dir: Path | None, start_step: int, total_steps: int
+    ) -> None:
+        """Write for ``world_size`` ranks from ``start_step`` on; ``run_dir``: None but on rank 0.
 
         Raises:
             OSError: if the file cannot be made.
         """
         self._interval_steps = max(1, total_steps // _MAX_RANK_WORK_LINES)
-        self._work_s, self._num_steps = [0.0] * size, 0
-        path = run_dir / RANKS_FILE if run_dir is not None and size > 1 else None
+        self._work_s, self._num_steps = [0.0] * world_size, 0
+        path = run_dir / RANKS_FILE if run_dir is not None and world_size > 1 else None
         if path is not None:
             drop_lines_after(path, start_step)
         self._lines, self._writes = JsonLinesWriter(path), path is not None
@@ -112,10 +114,10 @@ class ExpertLoadWriter:
         drop_lines_after(run_dir / EXPERTS_FILE, start_step)
         self._lines = JsonLinesWriter(run_dir / EXPERTS_FILE)
 
-    def add(self, step: int, routers: RouterSums) -> None:
+    def add(self, step: int, router_sums: RouterSums) -> None:
         """Add the tokens of a step."""
         self._step = step
-        for row, new_counts in zip(self._counts, routers.counts, strict=True):
+        for row, new_counts in zip(self._counts, router_sums.counts, strict=True):
             row[:] = [count + int(new) for count, new in zip(row, new_counts, strict=True)]
 
     def write(self) -> None:
@@ -203,11 +205,11 @@ class MetricsWriter:
         total_steps: int,
         start_step: int,
         trackers: Trackers | None = None,
-        advise: bool = False,
-        experts: ExpertLoadWriter | None = None,
+        warns_of_comm_time: bool = False,
+        expert_writer: ExpertLoadWriter | None = None,
     ) -> None:
-        self._expert_writer = experts
-        self._advise = advise and run_dir is not None
+        self._expert_writer = expert_writer
+        self._advise = warns_of_comm_time and run_dir is not None
         self._total_steps = total_steps if run_dir is not None else 0
         self.steps_s: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
@@ -216,10 +218,10 @@ class MetricsWriter:
         self._lines = JsonLinesWriter(run_dir / METRICS_FILE if run_dir else None)
         self._trackers = trackers or Trackers()
 
-    def record_step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
+    def record_step(self, metrics: StepMetrics, router_sums: RouterSums | None = None) -> None:
         """Record one optimizer step, with the sums of a mixture's routers."""
-        if self._expert_writer is not None and routers is not None:
-            self._expert_writer.add(metrics.step, routers)
+        if self._expert_writer is not None and router_sums is not None:
+            self._expert_writer.add(metrics.step, router_sums)
         row = to_row(metrics)
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)

@@ -176,15 +176,15 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
     return replace(model, built=replace(model.built, seq_len=longest))
 
 
-def _log_fit_of_positions(built: BuiltModel, longest: int, what: str) -> None:
-    """Log how a model's positions fit texts of ``longest`` tokens; ``what`` describes the texts."""
+def _log_fit_of_positions(built: BuiltModel, max_tokens: int, text_description: str) -> None:
+    """Log how a model's positions fit texts of ``max_tokens``, named by ``text_description``."""
     too_long = explain_too_long_texts(
-        built.config, built.directory, built.rope_scaling, longest, what
+        built.config, built.directory, built.rope_scaling, max_tokens, text_description
     )
     if too_long:
         log.warning("%s", too_long, extra=LOG_ON_RANK_0_ONLY)
     if has_length_dependent_scaling(built.config):
-        log.info("rotary positions are scaled for texts of %s", what)
+        log.info("rotary positions are scaled for texts of %s", text_description)
 
 
 def _log_ignored_parts(built: BuiltModel) -> None:
@@ -215,38 +215,38 @@ def _log_ignored_parts(built: BuiltModel) -> None:
 
 
 def _require_supported_settings(
-    proof: ArchitectureCheck, kind: str, parallel: ParallelConfig, tune: TuneConfig
+    check: ArchitectureCheck, model_type: str, parallel: ParallelConfig, tune: TuneConfig
 ) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
     for setting, size, fault, remedy in (
-        ("pipeline", parallel.pipeline, proof.pipeline, "use parallel.shard"),
-        ("tensor", parallel.tensor, proof.tensor, "use parallel.shard"),
-        ("context", parallel.context, proof.context, "leave it out"),
+        ("pipeline", parallel.pipeline, check.pipeline, "use parallel.shard"),
+        ("tensor", parallel.tensor, check.tensor, "use parallel.shard"),
+        ("context", parallel.context, check.context, "leave it out"),
     ):
         if (size or 1) > 1 and fault:
             raise ConfigError(
-                f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {fault}; "
-                f"{remedy}"
+                f"parallel.{setting}={size}: a {model_type} model would be trained incorrectly: "
+                f"{fault}; {remedy}"
             )
-    if proof.adapters and tune.base_format:
+    if check.adapters and tune.base_format:
         option, remedy = "tune.method=qlora", "use tune.method=lora"
         if tune.base_dtype:
             option, remedy = f"tune.base_dtype={tune.base_dtype}", "leave it out"
         raise ConfigError(
-            f"{option}: a {kind} model's base cannot be in {tune.base_format}: {proof.adapters}; "
-            f"{remedy}"
+            f"{option}: a {model_type} model's base cannot be in {tune.base_format}: "
+            f"{check.adapters}; {remedy}"
         )
-    if proof.adapters:
+    if check.adapters:
         raise ConfigError(
-            f"tune.method={tune.method} with tune.targets={tune.targets}: a {kind} model cannot "
-            f"have such adapters: {proof.adapters}; use other targets, or tune.method=full"
+            f"tune.method={tune.method} with tune.targets={tune.targets}: a {model_type} model "
+            f"cannot have such adapters: {check.adapters}; use other targets, or tune.method=full"
         )
 
 
-def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> None:
+def _require_trained_targets(built: BuiltModel, check: ArchitectureCheck) -> None:
     """Refuse named targets whose adapters get no gradient; warn of other parts without one."""
     part_names = {wildcard_name(saved_name) for saved_name in built.saved_names.values()}
-    untrained = [part for part in proof.untrained.splitlines() if part in part_names]
+    untrained = [part for part in check.untrained.splitlines() if part in part_names]
     if not untrained:
         return
     tune, kind = built.tune, built.config.model_type
@@ -270,7 +270,7 @@ def _require_trained_targets(built: BuiltModel, proof: ArchitectureCheck) -> Non
 
 
 def _with_router_watch(
-    built: BuiltModel, proof: ArchitectureCheck, is_compiled: bool
+    built: BuiltModel, check: ArchitectureCheck, is_compiled: bool
 ) -> BuiltModel:
     """Return the model with its routers and their score function, if they can be watched.
 
@@ -283,13 +283,13 @@ def _with_router_watch(
     _warn_unpacked_experts(built)
     if not is_mixture_of_experts(built.module):
         why = f"a {kind} model has no experts"
-    elif not proof.score:
+    elif not check.score:
         why = f"hpc_tune does not understand how the routers of a {kind} model choose experts"
     elif is_compiled:
         why = "train.compile=true: routers cannot be watched in a compiled block"
     else:
         routers = list_routers(built.module)
-        return replace(built, routers=routers, router_score=proof.score)
+        return replace(built, routers=routers, router_score=check.score)
     if losses:
         raise ConfigError(
             f"{' and '.join(f'{name}={value:g}' for name, value in losses.items())}: {why}; leave "

@@ -22,7 +22,7 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import RunState
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import flatten_settings
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOutRows
@@ -193,7 +193,7 @@ def require_same_init_adapter(saved_state: RunState, tune: TuneConfig) -> None:
     init_hash = hash_init_adapter(tune)
     if init_hash is None or saved_state.start in (None, init_hash):
         return
-    saved_path, path = flatten(saved_state.config).get("tune.init_from"), tune.init_from
+    saved_path, path = flatten_settings(saved_state.config).get("tune.init_from"), tune.init_from
     difference = f"{path} has other weights than in the checkpoint's run"
     if saved_path != path:
         difference = (

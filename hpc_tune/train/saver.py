@@ -249,18 +249,20 @@ class Saver:
         self._block_pool.keep_between_saves(not self.is_blocking)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
-    def _start_writer(self, parts: dict[Path, list[Region]]) -> CheckpointWriter:
+    def _start_writer(self, regions_by_file: dict[Path, list[Region]]) -> CheckpointWriter:
         write_options, block_pool, budget = self._writing, self._block_pool, 0
         device = write_options.device(block_pool) if write_options.device is not None else None
         if not self.is_blocking:
-            total = total_block_bytes([region for regions in parts.values() for region in regions])
+            total = total_block_bytes(
+                [region for regions in regions_by_file.values() for region in regions]
+            )
             requested_bytes, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
                 requested_bytes, total, on_device, write_options.can_allocate, block_pool.num_bytes
             )
             if budget < total and block_pool.num_bytes:  # cannot copy all: kept blocks are useless
                 block_pool.release()
-        return CheckpointWriter(parts, budget, write_options.faults, device)
+        return CheckpointWriter(regions_by_file, budget, write_options.faults, device)
 
     @contextmanager
     def _count_blocked_time(self) -> Iterator[None]:

@@ -151,9 +151,9 @@ def to_cpu_ranges(mask: CpuMask) -> list[list[int]]:
     return runs
 
 
-def from_cpu_ranges(runs: Sequence[Sequence[int]]) -> CpuMask:
+def from_cpu_ranges(ranges: Sequence[Sequence[int]]) -> CpuMask:
     """Return the CPUs of ``to_cpu_ranges``."""
-    return frozenset(cpu for first, last in runs for cpu in range(first, last + 1))
+    return frozenset(cpu for first, last in ranges for cpu in range(first, last + 1))
 
 
 def physical_core(cpu: int) -> tuple[int, int]:
@@ -166,10 +166,10 @@ def physical_core(cpu: int) -> tuple[int, int]:
         return 0, cpu
 
 
-def apply_core_assignment(share: CoreAssignment, threads: int) -> str | None:
+def apply_core_assignment(assignment: CoreAssignment, threads: int) -> str | None:
     """Set the mask and the thread pools' variables; return a note if one was overridden."""
-    if share.pin:
-        os.sched_setaffinity(0, share.cpus)
+    if assignment.pin:
+        os.sched_setaffinity(0, assignment.cpus)
     # oneDNN caches a kernel for each of the last 1,024 shapes, and torch's layer above it caches as
     # many again. Documents have many lengths: a CPU rank of a 135M model in bf16 grew by half
     # within 100 steps. A cache of 128 is as fast; 64 is too small for rows of 1,024 tokens, where a
@@ -194,14 +194,16 @@ def repin_threads_with_mask(old_mask: CpuMask, cpus: CpuMask) -> None:
                 os.sched_setaffinity(int(task.name), cpus)
 
 
-def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
+def describe_cores(core_counts: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
     """Describe the world in one line, from each rank's (cores, threads, ranks on these cores)."""
-    counts = Counter(shares)
+    counts = Counter(core_counts)
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
+    ranks = "1 rank" if len(core_counts) == 1 else f"{len(core_counts)} ranks"
     parts = []
     for (cores, threads, num_sharing_ranks), num in counts.most_common(4):
-        scope = ("each" if len(shares) > 1 else "") if len(counts) == 1 else f"on {num} of them"
+        scope = (
+            ("each" if len(core_counts) > 1 else "") if len(counts) == 1 else f"on {num} of them"
+        )
         cores_text = "1 core" if cores == 1 else f"{cores} cores"
         threads_text = "1 thread" if threads == 1 else f"{threads} threads"
         if num_sharing_ranks > 1:
@@ -211,15 +213,15 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
-def _core_slice(mask: CpuMask, num: int, index: int, find_core: CoreLookup) -> CpuMask:
-    """Return slice ``index`` of ``num`` contiguous slices, of whole cores if there are enough."""
+def _core_slice(mask: CpuMask, num_slices: int, index: int, find_core: CoreLookup) -> CpuMask:
+    """Return slice ``index`` of ``num_slices`` contiguous ones; whole cores if there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
         cores.setdefault(find_core(cpu), []).append(cpu)
     groups = [cores[key] for key in sorted(cores)]
-    if len(groups) < num:
+    if len(groups) < num_slices:
         groups = [[cpu] for group in groups for cpu in group]
-    first, last = index * len(groups) // num, (index + 1) * len(groups) // num
+    first, last = index * len(groups) // num_slices, (index + 1) * len(groups) // num_slices
     return frozenset(cpu for group in groups[first:last] for cpu in group)
 
 

@@ -143,12 +143,12 @@ def bootstrap(
 
 
 def _rank_facts(
-    world: World, share: affinity.CoreAssignment, threads: int, notes: list[str | None]
+    world: World, assignment: affinity.CoreAssignment, threads: int, notes: list[str | None]
 ) -> dict[str, Any]:
     """Return what each rank tells the others about itself once the groups exist."""
     return {
         "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
-        "cores": (share.num_cores, threads, share.num_sharing_ranks),
+        "cores": (assignment.num_cores, threads, assignment.num_sharing_ranks),
         "notes": notes,
         "pids": _pid_namespace(),
     }
@@ -171,14 +171,14 @@ def needs_host_watch(world: World, device: "torch.device") -> bool:
     return world.num_nodes > 1 or (world.size > 1 and device.type != "cpu")
 
 
-def _log_world(comm: Comm, all_facts: list[dict[str, Any]], warning: str | None) -> None:
+def _log_world(comm: Comm, rank_facts: list[dict[str, Any]], warning: str | None) -> None:
     from hpc_tune.torch_versions import untested_torch_warning
 
     if not comm.is_rank_0:
         return
-    description = affinity.describe_cores([f["cores"] for f in all_facts], comm.world.num_nodes)
+    description = affinity.describe_cores([f["cores"] for f in rank_facts], comm.world.num_nodes)
     log.info("world   %s, via %s, %s", description, comm.world.launcher, comm.device.type)
-    _log_warnings([untested_torch_warning(), *(note for f in all_facts for note in f["notes"])])
+    _log_warnings([untested_torch_warning(), *(note for f in rank_facts for note in f["notes"])])
     _log_warnings([warning])
 
 
@@ -289,11 +289,11 @@ def _gather_core_masks(
 
 def _set_cores(
     world: World,
-    cores: tuple[list[affinity.CpuMask], affinity.CpuMask],
+    core_masks: tuple[list[affinity.CpuMask], affinity.CpuMask],
     settings: RunSettings,
     gpu_nodes: Sequence[affinity.NumaNode | None] = (),
 ) -> tuple[affinity.CoreAssignment, int, str | None]:
-    masks, reachable = cores
+    masks, reachable = core_masks
     share = affinity.assign_cores(
         masks, reachable, world.local_rank, affinity.physical_core, gpu_nodes
     )
@@ -310,7 +310,7 @@ def _set_cores(
 
 def _choose_device(
     world: World,
-    exchange: Channel,
+    channel: Channel,
     settings: RunSettings,
     claim: Claim,
     refuses_unused_gpus: bool = True,
@@ -321,11 +321,11 @@ def _choose_device(
         WorldError: on every rank, if the ranks' devices do not fit together.
     """
     request, own_gpus = settings.device, find_visible_gpus(settings.device)
-    visible_gpus = gather_visible_gpus(world, own_gpus, exchange)
+    visible_gpus = gather_visible_gpus(world, own_gpus, channel)
     if request == "auto" and own_gpus == VisibleGpus() and not refuses_unused_gpus:
         request = "cpu"
     device, report = pick_device(request, world, visible_gpus)
-    reports = [DeviceReport.from_json(row) for row in exchange.all_gather(asdict(report))]
+    reports = [DeviceReport.from_json(row) for row in channel.all_gather(asdict(report))]
     warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
     nodes = numa_nodes_by_rank(visible_gpus) if device.type == "cuda" else []
     gpu_nodes = [

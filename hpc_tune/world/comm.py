@@ -28,11 +28,11 @@ class RunAndAgree(Protocol):
     It runs this rank's ``work``, which sends no messages; an error on one rank is raised on all.
     """
 
-    def __call__(self, what: str, work: Callable[[], T]) -> T:
+    def __call__(self, activity: str, work: Callable[[], T]) -> T:
         """Return what ``work`` returns. Collective."""
 
 
-def run_on_single_rank(what: str, work: Callable[[], T]) -> T:
+def run_on_single_rank(activity: str, work: Callable[[], T]) -> T:
     """Run ``work``; this is ``run_and_agree`` for a process without other ranks."""
     return work()
 
@@ -128,9 +128,9 @@ class Comm:
         """Whether this is rank 0, which writes files and logs for all."""
         return self.world.rank == 0
 
-    def begin(self, what: str) -> str:
+    def begin(self, activity: str) -> str:
         """Note what this rank does from now on; return what it did before."""
-        previous_activity, self.activity[:] = self.activity[0], [what]
+        previous_activity, self.activity[:] = self.activity[0], [activity]
         return previous_activity
 
     def broadcast(self, value: T, src: int = 0) -> T:
@@ -179,8 +179,8 @@ class Comm:
 
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def barrier(self, what: str, limit_s: float | None = None) -> None:
-        """Wait for every rank; after ``limit_s`` end the world, naming ``what`` it waited for.
+    def barrier(self, condition: str, limit_s: float | None = None) -> None:
+        """Wait for every rank; after ``limit_s`` end the world, naming ``condition`` it waited for.
 
         Without a limit the CPU group's timeout applies.
         """
@@ -192,10 +192,10 @@ class Comm:
         if limit_s is None:
             dist.barrier(group=self.cpu_group)
             return
-        with time_limit(what, limit_s, "another rank did not arrive", self.world.label):
+        with time_limit(condition, limit_s, "another rank did not arrive", self.world.label):
             dist.barrier(group=self.cpu_group)
 
-    def agree_on_error(self, error: HpcTuneError | None, what: str) -> None:
+    def agree_on_error(self, error: HpcTuneError | None, activity: str) -> None:
         """Raise on every rank if any rank brings an error. Collective.
 
         Call it outside ``except`` and ``finally``. The lowest rank that has an error raises its
@@ -212,43 +212,43 @@ class Comm:
         message, exit_code = self.broadcast(own_report, src=first)
         if error is not None and rank == first:
             raise error
-        raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
+        raise RemoteError(f"rank {first} failed in {activity}: {message}", exit_code)
 
-    def run_and_agree(self, what: str, work: Callable[[], T]) -> T:
+    def run_and_agree(self, activity: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; if it raises HpcTuneError on one, raise on all. Collective.
 
         ``work`` must not contain a collective. An OSError that ``DiskError`` describes is one too.
         """
         self._require_no_solo_work()
-        previous_activity = self.begin(what)
+        previous_activity = self.begin(activity)
         result: T | None = None
         error: HpcTuneError | None = None
-        self.solo_work.append(what)
+        self.solo_work.append(activity)
         try:
-            with self.watch_for_hang(what):
+            with self.watch_for_hang(activity):
                 result = work()
         except HpcTuneError as caught:
             error = caught
         except OSError as caught:
-            if (error := DiskError.from_os_error(caught, what)) is None:
+            if (error := DiskError.from_os_error(caught, activity)) is None:
                 raise
         finally:
             self.solo_work.pop()
-        self.agree_on_error(error, what)
+        self.agree_on_error(error, activity)
         self.begin(previous_activity)
         return result  # type: ignore[return-value]
 
-    def run_on_rank_0(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_rank_0(self, activity: str, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result everywhere; raise on all if it fails.
 
         Collective.
         """
-        result = self.run_and_agree(what, lambda: work() if self.is_rank_0 else None)
+        result = self.run_and_agree(activity, lambda: work() if self.is_rank_0 else None)
         return self.broadcast(result)  # type: ignore[return-value]
 
-    def watch_for_hang(self, what: str) -> AbstractContextManager[None]:
+    def watch_for_hang(self, activity: str) -> AbstractContextManager[None]:
         """Watch a block in which this rank works alone: if it hangs, the world ends."""
-        return self.hang_watch.watching(what) if self.hang_watch is not None else nullcontext()
+        return self.hang_watch.watching(activity) if self.hang_watch is not None else nullcontext()
 
     def with_step_timeout(self) -> "Comm":
         """Return this communicator with control traffic that fails a minute after run.timeout.
@@ -300,9 +300,9 @@ class StoreKeys:
         """Take the store and a subject; send nothing yet."""
         self._store, self._key = store, f"hpc_tune/{subject}"
 
-    def add(self, number: int) -> int:
+    def add(self, increment: int) -> int:
         """Add to the subject's number, which starts at 0, and return the sum."""
-        return self._store.add(self._key, number)
+        return self._store.add(self._key, increment)
 
     def set(self, value: object, rank: int | None = None) -> None:
         """Set a rank's value, or the subject's without ``rank``."""

@@ -132,10 +132,10 @@ def find_visible_gpus(request: Literal["auto", "cpu", "cuda"], folder: Path = SY
 
 
 def gather_visible_gpus(
-    world: World, own_gpus: VisibleGpus, exchange: Channel
+    world: World, own_gpus: VisibleGpus, channel: Channel
 ) -> dict[int, VisibleGpus]:
     """Return what each rank of this node sees, by rank. Collective."""
-    rows = exchange.all_gather([world.node, own_gpus.names, own_gpus.numa_nodes, own_gpus.error])
+    rows = channel.all_gather([world.node, own_gpus.names, own_gpus.numa_nodes, own_gpus.error])
     return {
         rank: VisibleGpus(tuple(names), tuple(numa_nodes), error)
         for rank, (node, names, numa_nodes, error) in enumerate(rows)
@@ -269,7 +269,7 @@ def numa_nodes_by_rank(visible_gpus: Mapping[int, VisibleGpus]) -> list[int | No
     ]
 
 
-def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None:
+def check_devices(reports: Sequence[DeviceReport], is_launched: bool) -> str | None:
     """Check from all ranks' reports that each GPU of the nodes has exactly one rank (pure).
 
     Returns a warning, if any: a process without a launcher may leave GPUs idle, a launched world
@@ -313,7 +313,7 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         return None
     text = "; ".join(lines[:8])
     num_gpus = max(map(len, node_gpus.values()))
-    if not launched:
+    if not is_launched:
         return f"{text}; one process uses one GPU, mpirun -np {num_gpus} would use all"
     raise WorldError(f"{text}; {_idle_gpu_remedy(reports, num_gpus)}")
 

@@ -180,20 +180,20 @@ class RankProgress:
     waits: bool
 
 
-def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], size: int) -> list[int]:
+def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], num_ranks: int) -> list[int]:
     """Return the ranks that the others wait for; none if all wait in one place or none waits.
 
     These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """
-    if missing := [rank for rank in range(size) if rank not in progress_by_rank]:
+    if missing := [rank for rank in range(num_ranks) if rank not in progress_by_rank]:
         return missing
     max_entered = max(progress.entered for progress in progress_by_rank.values())
     if behind_ranks := [
-        rank for rank in range(size) if progress_by_rank[rank].entered < max_entered
+        rank for rank in range(num_ranks) if progress_by_rank[rank].entered < max_entered
     ]:
         return behind_ranks
-    busy_ranks = [rank for rank in range(size) if not progress_by_rank[rank].waits]
-    return busy_ranks if len(busy_ranks) < size else []
+    busy_ranks = [rank for rank in range(num_ranks) if not progress_by_rank[rank].waits]
+    return busy_ranks if len(busy_ranks) < num_ranks else []
 
 
 def stalled_error(
@@ -202,12 +202,12 @@ def stalled_error(
     operation: str,
     limit_s: float,
     gone_ranks: set[int],
-    trace: str | None,
+    trace_folder: str | None,
 ) -> StalledError:
     """Return the error that names the late ranks; ``operation``: what this rank waits in.
 
     ``progress_by_rank``: where the ranks that answered are. ``gone_ranks``: ranks known to have
-    ended. ``trace``: the folder of the traces of collectives, if any.
+    ended. ``trace_folder``: the folder of the traces of collectives, if any.
     """
     late_ranks = find_late_ranks(progress_by_rank, len(roster))
     texts = [
@@ -221,9 +221,9 @@ def stalled_error(
         f"{operation}: no progress for {limit_s:.0f} s (run.timeout): {list_some(texts, 4, '; ')}"
     )
     facts: dict[str, object] = {"during": operation, "late_ranks": late_ranks}
-    if trace is not None:
-        words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
-        facts["trace"] = trace
+    if trace_folder is not None:
+        words += f". The last collectives of each rank are in {trace_folder}, for torchfrtrace"
+        facts["trace"] = trace_folder
     return StalledError(words, facts)
 
 
@@ -297,7 +297,7 @@ def is_broken_connection(error: BaseException) -> bool:
     )
 
 
-def watch_launcher(who: str) -> None:
+def watch_launcher(label: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest launcher process, such as mpirun behind a shell script.
@@ -309,7 +309,7 @@ def watch_launcher(who: str) -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
             # The other end of stderr may be closed.
             with contextlib.suppress(OSError, ValueError):
-                print_line(f"{who}: the launcher is gone, exiting")
+                print_line(f"{label}: the launcher is gone, exiting")
             os._exit(EXIT_FAILED)
 
     liveness.Watcher(
@@ -390,10 +390,10 @@ def _wait_for_lost_ranks(comm: Comm) -> list[Peer]:
     return []
 
 
-def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
+def _is_first_to_report(comm: Comm, is_store_gone: bool) -> bool:
     if comm.world.size == 1:
         return True
-    if store_is_gone:
+    if is_store_gone:
         return _is_first_on_host(comm)
     answer: list[bool] = []
 

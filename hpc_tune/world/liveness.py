@@ -122,11 +122,11 @@ class Watcher:
         """Wait within a check; tell whether the watcher was closed meanwhile."""
         return self._closed.wait(seconds)
 
-    def run_unless_closed(self, act: Callable[[], object]) -> None:
-        """Call ``act`` unless closed; ``close`` waits until it returns."""
+    def run_unless_closed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` unless closed; ``close`` waits until it returns."""
         with self._close_lock:
             if not self.is_closed:
-                act()
+                action()
 
     def close(self) -> None:
         """Stop checking."""
@@ -139,10 +139,13 @@ class Watcher:
 
 
 def make_stall_check(
-    progress_mark: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
+    get_progress: Callable[[], object],
+    limit_s: float,
+    every_s: float,
+    on_stall: Callable[[], object],
 ) -> Callable[[], bool]:
-    """Return a function to call every ``every_s`` seconds. It calls ``act`` and returns True once
-    ``progress_mark()`` has not changed for ``limit_s`` seconds.
+    """Return a function to call every ``every_s`` seconds. It calls ``on_stall`` and returns True
+    once ``get_progress()`` has not changed for ``limit_s`` seconds.
 
     It counts its calls and reads no clock, so a job that was suspended as a whole does not look
     hung.
@@ -152,12 +155,12 @@ def make_stall_check(
 
     def check_progress() -> bool:
         nonlocal last_mark, still_s
-        mark = progress_mark()
+        mark = get_progress()
         still_s = still_s + every_s if mark == last_mark else 0.0
         last_mark = mark
         if still_s < limit_s:
             return False
-        act()
+        on_stall()
         return True
 
     return check_progress
@@ -170,9 +173,9 @@ def start_limit_s(start_timeout: float | Literal["auto"], num_ranks: int) -> flo
     return START_LIMIT_S + START_LIMIT_PER_RANK_S * num_ranks
 
 
-def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
-    """Call ``act`` after some time, unless the returned timer is canceled."""
-    timer = threading.Timer(seconds, act)
+def run_after(seconds: float, action: Callable[[], object]) -> threading.Timer:
+    """Call ``action`` after some time, unless the returned timer is canceled."""
+    timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
     return timer
@@ -183,8 +186,8 @@ def exit_soon() -> None:
     run_after(FAILURE_REPORT_LIMIT_S, lambda: os._exit(EXIT_FAILED))
 
 
-def die(who: str, exit_code: int) -> NoReturn:
-    """End the whole world now with this exit code; never returns. ``who`` is this rank.
+def die(label: str, exit_code: int) -> NoReturn:
+    """End the whole world now with this exit code; never returns. ``label`` is this rank.
 
     A plain exit would hang forever in MPI's Finalize while peers wait, so this calls MPI's Abort or
     ``os._exit``.
@@ -197,7 +200,7 @@ def die(who: str, exit_code: int) -> NoReturn:
     if mpi is not None and hasattr(mpi, "COMM_WORLD"):
 
         def give_up() -> None:
-            print_line(f"{who}: MPI's Abort did not end it, exiting")
+            print_line(f"{label}: MPI's Abort did not end it, exiting")
             os._exit(exit_code)
 
         run_after(ABORT_LIMIT_S, give_up)
@@ -208,12 +211,12 @@ def die(who: str, exit_code: int) -> NoReturn:
 
 
 @contextmanager
-def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
+def time_limit(condition: str, seconds: float, hint: str, label: str) -> Iterator[None]:
     """End the world if the block does not finish in time, and print who waited for what."""
 
     def expire() -> None:
-        print_line(f"{who}: waited {seconds:.0f} s for {what}; {hint}")
-        die(who, EXIT_FAILED)
+        print_line(f"{label}: waited {seconds:.0f} s for {condition}; {hint}")
+        die(label, EXIT_FAILED)
 
     timer = run_after(seconds, expire)
     try:
@@ -242,11 +245,11 @@ class HangWatch:
         self._limit_s, self._end_world = limit_s, on_failure
 
     @contextmanager
-    def watching(self, what: str) -> Iterator[None]:
-        """Watch the block, which does ``what``."""
+    def watching(self, activity: str) -> Iterator[None]:
+        """Watch the block, which does ``activity``."""
         every_s = min(HANG_CHECK_EVERY_S, self._limit_s / NUM_HANG_CHECKS)
         ends_if_still = make_stall_check(
-            read_progress, self._limit_s, every_s, partial(self._report_hang, what)
+            read_progress, self._limit_s, every_s, partial(self._report_hang, activity)
         )
 
         def check_progress() -> bool:
@@ -261,12 +264,12 @@ class HangWatch:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _report_hang(self, what: str) -> None:
+    def _report_hang(self, activity: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         exit_soon()  # reporting it may wait for the same disk
         self._end_world(
             WorldError(
-                f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
+                f"{activity}: nothing was read or computed for {self._limit_s:.0f} s "
                 "(run.timeout): check for a file system that hangs"
             )
         )

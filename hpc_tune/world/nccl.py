@@ -66,12 +66,12 @@ class NcclWatch:
         comm: Comm,
         timeout_s: float,
         on_failure: Callable[[Comm, HpcTuneError], None],
-        errors: ErrorReader = find_group_errors,
+        read_errors: ErrorReader = find_group_errors,
         every_s: float = liveness.NCCL_CHECK_EVERY_S,
     ) -> None:
         """Start checking; ``timeout_s`` is run.timeout."""
         self._comm, self._timeout_s = comm, timeout_s
-        self._end_world, self._errors = on_failure, errors
+        self._end_world, self._errors = on_failure, read_errors
         self._last_look_s, self._was_suspended = time.monotonic(), False
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._check_groups)
         self._watcher.start()
@@ -98,9 +98,9 @@ class NcclWatch:
             self._watcher.run_unless_closed(lambda: self._report_errors(names))
         return True
 
-    def _report_errors(self, names: set[str]) -> None:
+    def _report_errors(self, error_names: set[str]) -> None:
         liveness.exit_soon()
-        if names == {"TIMEOUT"}:
+        if error_names == {"TIMEOUT"}:
             text = (
                 f"an NCCL collective while {self._comm.activity[0]} had not finished "
                 f"{liveness.TORCH_TIMEOUT_MARGIN_S:.0f} s after run.timeout "

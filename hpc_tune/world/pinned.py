@@ -105,12 +105,12 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
 
 
 def _fill_block(
-    block_size: int, unplaced: Sequence[int], sizes: Sequence[int]
+    block_size: int, tensor_indices: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
     """Return a block with the offsets of the unplaced tensors that fit into it."""
     offsets: dict[int, int] = {}
     offset = 0
-    for number in unplaced:
+    for number in tensor_indices:
         if offset + sizes[number] <= block_size:
             offsets[number] = offset
             offset += _align(sizes[number])

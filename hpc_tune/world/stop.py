@@ -28,15 +28,16 @@ class StopFlag:
         self,
         run_dir: Path | None = None,
         time_limit_s: float | None = None,
-        is_first: bool = False,
+        is_rank_0: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Set the deadline: ``time_limit_s`` after the process started, or the job's if earlier.
 
-        ``is_first`` is for rank 0 alone: it prints when a signal arrives, and may ask the scheduler
-        once for the end if the environment lacks it; a thousand ranks at once would overload it.
+        ``is_rank_0`` is for rank 0 alone: it prints when a signal arrives, and may ask the
+        scheduler once for the end if the environment lacks it; a thousand ranks at once would
+        overload it.
         """
-        self._prints = is_first
+        self._prints = is_rank_0
         self._file = None if run_dir is None else run_dir / STOP_FILE
         self._file_checked_s = float("-inf")
         self._file_seen = False
@@ -46,7 +47,7 @@ class StopFlag:
         # On the monotonic clock: the wall clock may be set during the run.
         now_s, self._began_s = time.monotonic(), time.monotonic() - process_age_s()
         ends = [] if time_limit_s is None else [self._began_s + time_limit_s]
-        if (end := find_job_end_s(environ, is_first)) is not None:
+        if (end := find_job_end_s(environ, is_rank_0)) is not None:
             ends.append(now_s + end - time.time())
         self._deadline = min(ends, default=None)
 
@@ -58,7 +59,7 @@ class StopFlag:
 
         Only rank 0 looks for the STOP file, so that not all ranks load the file system.
         """
-        return cls(run_dir if is_rank_0 else None, time_limit_s, is_first=is_rank_0)
+        return cls(run_dir if is_rank_0 else None, time_limit_s, is_rank_0=is_rank_0)
 
     def install(self) -> None:
         """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once.
@@ -115,13 +116,13 @@ class StopFlag:
         """Return the seconds until the deadline, or ``None`` without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._signal == signal.SIGINT:
+    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if signal_number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self._prints and self._signal is None:
-            name = signal.Signals(number).name
+            name = signal.Signals(signal_number).name
             write_stderr(f"{name}: {self._stop_message}\n")
-        self._signal = number
+        self._signal = signal_number
 
     def _has_stop_file(self) -> bool:
         now_s = time.monotonic()

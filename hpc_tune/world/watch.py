@@ -128,13 +128,13 @@ class StallWatch:
         comm: Comm,
         limit_s: float,
         on_failure: Callable[[HpcTuneError], None],
-        keep_trace: Callable[[], str | None] = lambda: None,
+        write_trace: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Allow ``limit_s`` without progress. ``keep_trace`` writes a file and returns its folder,
+        """Allow ``limit_s`` without progress. ``write_trace`` writes a file and returns its folder,
         if there is anything to write.
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, on_failure
-        self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), keep_trace
+        self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), write_trace
         self._every_s = every_s = min(
             liveness.STEP_CHECK_EVERY_S, limit_s / liveness.NUM_STEP_CHECKS
         )
@@ -277,9 +277,9 @@ class RollCall:
         """Call and answer during the block."""
         return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
-    def _stop_if_store_gone(self, look: Callable[[], bool]) -> bool:
+    def _stop_if_store_gone(self, check: Callable[[], bool]) -> bool:
         try:
-            return look()
+            return check()
         except RuntimeError:  # the store is gone with its rank
             self._watcher.close()
             return True

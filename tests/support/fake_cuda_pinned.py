@@ -137,7 +137,7 @@ def copy_all(kept, num_blocks):
     device = CudaStagingDevice(kept)
     for _ in range(num_blocks):
         block = device.block()
-        device.copy(torch.empty(block.numel(), dtype=torch.uint8, device="cuda"), to=block)
+        device.copy(torch.empty(block.numel(), dtype=torch.uint8, device="cuda"), destination=block)
         del block
     device.wait()
     device.close()

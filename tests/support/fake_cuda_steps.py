@@ -139,7 +139,7 @@ def main() -> None:
             tune = TuneConfig(method=method, objective=objective)
         if "mixture" in layout:
             shape, tune = mixture, TuneConfig(method=method, targets=["q_proj", "experts"])
-        built = build(shape, DTYPES[dtype], tune, 0, weights=False)
+        built = build(shape, DTYPES[dtype], tune, 0, reads_weights=False)
         native.send_large_messages, first = noting_groups()
         with _fake_world(rank, world.size), fake_cuda() as watch:
             plan = StepPlan.for_model(built, world, parallel)

@@ -70,7 +70,9 @@ def main() -> None:
 def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str, Any]) -> Any:
     """Return what one rank does in order, and the sizes of the groups that exist afterwards."""
     targets = {"targets": ["q_proj", "experts"]} if layout.expert > 1 else {}
-    built = build(model, torch.float32, TuneConfig(method=method, **targets), 0, weights=False)
+    built = build(
+        model, torch.float32, TuneConfig(method=method, **targets), 0, reads_weights=False
+    )
     plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block", **said))
     done: list[tuple[list[int], bool]] = []
     new_group, aside = dist.new_group, mesh.mirror_group_creation

@@ -77,8 +77,8 @@ def test_what_follows_an_end(row):
 
 
 def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
-    assert decide_next_step([CRASH, CRASH], 3600.0, True, num_spares=1)[0] == "again"
-    assert decide_next_step([CRASH] * 3, 3600.0, True, num_spares=1)[0] == "give up"
+    assert decide_next_step([CRASH, CRASH], 3600.0, True, num_spare_nodes=1)[0] == "again"
+    assert decide_next_step([CRASH] * 3, 3600.0, True, num_spare_nodes=1)[0] == "give up"
     assert decide_next_step([LOST], 3600.0, True, node_shortage="1 of 2") == ("requeue", "1 of 2")
     assert decide_next_step([LOST], 3600.0, False, node_shortage="1 of 2") == ("give up", "1 of 2")
 

@@ -226,7 +226,7 @@ class ZeroEngine:
         self._reader.release()
         self._module.eval()
         training_objective = self._module.objective
-        skips_empty = self._settings.plan.skips_empty_micros(training=False)
+        skips_empty = self._settings.plan.skips_empty_micros(is_training=False)
         self._module.objective = objective or training_objective
         try:
             with nullcontext() if is_within_step else self._collectives.counting_paused():
@@ -390,8 +390,8 @@ def _removing_new_hooks(module: nn.Module) -> Iterator[None]:
         hook_dict.update(snapshot)
 
 
-def _checkpoint_tensor_name(part: str, name: str) -> str:
-    return f"{part}.{name}" if part else name
+def _checkpoint_tensor_name(state_name: str, weight_name: str) -> str:
+    return f"{state_name}.{weight_name}" if state_name else weight_name
 
 
 def _set_up_deepspeed(

@@ -91,40 +91,42 @@ class _Partitioner:
         self._pinned_buffers = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
     def make_partitioned_parameter(
-        self, name: str, meta: nn.Parameter, reserve: ReserveFunction
+        self, name: str, meta_param: nn.Parameter, reserve: ReserveFunction
     ) -> Any:
-        """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
+        """Return DeepSpeed's parameter for ``meta_param``, of which this rank holds its part."""
         # One value in memory, expanded: only the shape matters.
-        placeholder = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
-        parameter: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
+        placeholder = torch.empty(1, dtype=meta_param.dtype, device=self._device).expand(
+            meta_param.shape
+        )
+        parameter: Any = nn.Parameter(placeholder, requires_grad=meta_param.requires_grad)
         self._zero_init._convert_to_deepspeed_param(parameter)
-        num_local_values = self._num_local_values(meta)
-        is_swapped = self._is_swapped(meta, num_local_values)
+        num_local_values = self._num_local_values(meta_param)
+        is_swapped = self._is_swapped(meta_param, num_local_values)
         flat: Any = self._pinned_buffers.pop(name, None)
         if flat is None:
-            flat = self._allocate_buffer(parameter, meta.dtype, num_local_values, is_swapped)
+            flat = self._allocate_buffer(parameter, meta_param.dtype, num_local_values, is_swapped)
         flat.ds_numel = num_local_values
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
         parameter.ds_tensor = flat
         parameter.ds_numel_aligned = num_local_values * self._zero_init.dp_world_size
         start = num_local_values * self._zero_init.rank
-        state.fill_parameter(self._built, name, flat, tuple(meta.shape), start, reserve)
+        state.fill_parameter(self._built, name, flat, tuple(meta_param.shape), start, reserve)
         free_param(parameter)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if is_swapped:
             self._swapper.swap_out_and_release([parameter])
         return parameter
 
-    def _num_local_values(self, meta: nn.Parameter) -> int:
-        return -(-meta.numel() // int(self._zero_init.dp_world_size))
+    def _num_local_values(self, meta_param: nn.Parameter) -> int:
+        return -(-meta_param.numel() // int(self._zero_init.dp_world_size))
 
-    def _is_swapped(self, meta: nn.Parameter, num_local_values: int) -> bool:
+    def _is_swapped(self, meta_param: nn.Parameter, num_local_values: int) -> bool:
         """Whether a part is kept on NVMe: not if it stays gathered or has another dtype."""
         return (
             self._swapper is not None
-            and meta.dtype == self._dtype
-            and meta.numel() > self._persistence_threshold
+            and meta_param.dtype == self._dtype
+            and meta_param.numel() > self._persistence_threshold
             and self._swapper.swappable_tensor(numel=num_local_values)
         )
 

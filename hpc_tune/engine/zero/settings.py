@@ -158,7 +158,8 @@ COMPILER_DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two 
 def load_async_io(process_name: str) -> None:
     """Load DeepSpeed's async_io and pin_memory, which it uses, compiling them if needed.
 
-    Ends the world if one takes longer than ``ASYNC_IO_LOAD_LIMIT_S``. ``process_name`` is named in messages.
+    Ends the world if one takes longer than ``ASYNC_IO_LOAD_LIMIT_S``. ``process_name`` is named in
+    messages.
 
     Raises:
         ConfigError: if one cannot be compiled.
@@ -184,7 +185,7 @@ def load_async_io(process_name: str) -> None:
 
 
 def wait_for_compiler(
-    lock: Path, dead_after_s: float = COMPILER_DEAD_AFTER_S, every_s: float = 0.5
+    lock: Path, dead_after_s: float = COMPILER_DEAD_AFTER_S, poll_interval_s: float = 0.5
 ) -> None:
     """Return once ``lock`` is gone; remove it if its compiler was killed.
 
@@ -196,7 +197,7 @@ def wait_for_compiler(
             log.warning("a killed compiler left %s behind; removing it", lock)
             lock.unlink(missing_ok=True)
             return
-        time.sleep(every_s)
+        time.sleep(poll_interval_s)
 
 
 def _seconds_since_last_write(folder: Path) -> float:

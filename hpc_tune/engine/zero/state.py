@@ -154,13 +154,13 @@ def _slice_values(read_values: Callable[[], torch.Tensor], flat_slice: slice) ->
 
 
 def find_partitions(
-    zero: Any, stage: int, trained: Mapping[str, nn.Parameter]
+    zero_optimizer: Any, stage: int, trained_params: Mapping[str, nn.Parameter]
 ) -> tuple[Partition, ...]:
-    """Return which values of the ``trained`` tensors this rank's optimizer updates."""
-    names = {parameter: name for name, parameter in trained.items()}
+    """Return which values of the ``trained_params`` tensors this rank's optimizer updates."""
+    names = {parameter: name for name, parameter in trained_params.items()}
     partitions = []
     if stage == 3:
-        for number, group in enumerate(zero.fp16_groups):
+        for number, group in enumerate(zero_optimizer.fp16_groups):
             spans, buffer_start = [], 0
             for p in group:
                 part_numel = p.partition_numel()
@@ -169,17 +169,17 @@ def find_partitions(
                 if length > 0:
                     spans.append(FlatSpan(names[p], tuple(p.ds_shape), start, length, buffer_start))
                 buffer_start += part_numel
-            flat = zero.fp32_partitioned_groups_flat[number]
+            flat = zero_optimizer.fp32_partitioned_groups_flat[number]
             partitions.append(Partition(number, flat, tuple(spans)))
         return tuple(partitions)
-    for number, group in enumerate(zero.bit16_groups):
+    for number, group in enumerate(zero_optimizer.bit16_groups):
         spans = []
         for p in group:
             if (mapping := p._hp_mapping) is not None:
                 start, length = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                 buffer_start = mapping.hp_fragment_address.start
                 spans.append(FlatSpan(names[p], tuple(p.shape), start, length, buffer_start))
-        flat = zero.single_partition_of_fp32_groups[number]
+        flat = zero_optimizer.single_partition_of_fp32_groups[number]
         partitions.append(Partition(number, flat, tuple(spans)))
     return tuple(partitions)
 
@@ -187,8 +187,8 @@ def find_partitions(
 class PartitionReader:
     """Reads partitions; of those on NVMe, only one at a time is in memory."""
 
-    def __init__(self, zero: Any, stage: int) -> None:
-        self._zero_optimizer, self._stage = zero, stage
+    def __init__(self, zero_optimizer: Any, stage: int) -> None:
+        self._zero_optimizer, self._stage = zero_optimizer, stage
         self._held_index: int | None = None
 
     def read_values(self, partition: Partition, state_name: str) -> torch.Tensor:
@@ -214,23 +214,23 @@ class PartitionReader:
 
 @contextmanager
 def edit_optimizer_state(
-    zero: Any, stage: int, partition: Partition, reserve: ReserveFunction
+    zero_optimizer: Any, stage: int, partition: Partition, reserve: ReserveFunction
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield a partition's optimizer state; the block may write to it and to the partition's buffer.
 
     At the end of the block, stage 3's weights are updated from the buffer.
     """
-    is_swapped = _is_swapped(zero, stage, partition)
+    is_swapped = _is_swapped(zero_optimizer, stage, partition)
     if is_swapped:
-        zero._optimizer_states_and_gradient_swap_in(partition.number)
-    state = zero.optimizer.state.setdefault(partition.flat, {})
+        zero_optimizer._optimizer_states_and_gradient_swap_in(partition.number)
+    state = zero_optimizer.optimizer.state.setdefault(partition.flat, {})
     if not state:
         state.update(initial_state(partition.flat.detach(), reserve))
     yield state
     if stage == 3:
-        zero._reassign_or_swap_out_partitioned_parameters(partition.number)
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(partition.number)
     if is_swapped:
-        zero._optimizer_states_and_gradient_swap_out(partition.number)
+        zero_optimizer._optimizer_states_and_gradient_swap_out(partition.number)
 
 
 def saving_weights_by_reference() -> Any:
@@ -257,46 +257,48 @@ def saving_weights_by_reference() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def drop_gradients(zero: Any, stage: int) -> None:
+def drop_gradients(zero_optimizer: Any, stage: int) -> None:
     """Discard what backward passes have left since the last update."""
-    zero.zero_grad(set_to_none=True)
-    is_offloaded = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+    zero_optimizer.zero_grad(set_to_none=True)
+    is_offloaded = zero_optimizer.offload_optimizer if stage == 3 else zero_optimizer.cpu_offload
     if is_offloaded:
-        zero.reset_cpu_buffers()
+        zero_optimizer.reset_cpu_buffers()
     if stage < 3:
-        zero._release_preflattened_grad_buffers()
-        zero.micro_step_id = -1
-        for number in list(zero.averaged_gradients):
-            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+        zero_optimizer._release_preflattened_grad_buffers()
+        zero_optimizer.micro_step_id = -1
+        for number in list(zero_optimizer.averaged_gradients):
+            zero_optimizer.averaged_gradients[number] = zero_optimizer.all_grad_tensors[number] = (
+                None
+            )
     elif not is_offloaded:
-        zero.averaged_gradients = {}
+        zero_optimizer.averaged_gradients = {}
 
 
-def release_gathered_parameters(zero: Any) -> None:
+def release_gathered_parameters(zero_optimizer: Any) -> None:
     """Leave each rank only its own part of stage 3's weights."""
-    zero._partition_all_parameters()
+    zero_optimizer._partition_all_parameters()
 
 
-def prevent_prefetching(zero: Any) -> None:
+def prevent_prefetching(zero_optimizer: Any) -> None:
     """Make stage 3 read weights from NVMe only as they are needed.
 
     DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for the passes
     of an evaluation that has ended, or for a tied weight twice.
     """
-    coordinator = zero.parameter_offload.get_param_coordinator()
+    coordinator = zero_optimizer.parameter_offload.get_param_coordinator()
     coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
 
 
-def hide_gathers_from_recompute(zero: Any) -> None:
+def hide_gathers_from_recompute(zero_optimizer: Any) -> None:
     """Hide stage 3's gathering of weights from selective recompute.
 
     Selective recompute counts the operations within a block, and fails if the forward pass gathers
     a weight that is still there when the block is recomputed, or the other way around.
     """
-    coordinator = zero.parameter_offload.get_param_coordinator()
+    coordinator = zero_optimizer.parameter_offload.get_param_coordinator()
     for name in ("fetch_sub_module", "release_sub_module"):
         setattr(coordinator, name, disable_dispatch_modes(getattr(coordinator, name)))
 
 
-def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
-    return stage == 3 and bool(zero._swappable_optimizer_subgroup(partition.number))
+def _is_swapped(zero_optimizer: Any, stage: int, partition: Partition) -> bool:
+    return stage == 3 and bool(zero_optimizer._swappable_optimizer_subgroup(partition.number))

@@ -66,8 +66,8 @@ from hpc_tune.step.slices import slicing_problems
 class ThreadAxis(TensorAxis):
     """An axis whose two ranks are two threads."""
 
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        object.__setattr__(self, "_at", (rank, shared, barrier))
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        object.__setattr__(self, "_at", (rank, slots, barrier))
 
     @property
     def rank(self) -> int:
@@ -162,17 +162,17 @@ class StackedSharedRows:
         return x
 
 
-def stack_shards(parts: Sequence[Batch]) -> Batch:
+def stack_shards(shards: Sequence[Batch]) -> Batch:
     """Return the parts of one row as rows of a batch."""
     tokens_CS, labels_CS, positions_CS = (
-        torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True)
+        torch.cat(tensors) for tensors in zip(*(part.tensors for part in shards), strict=True)
     )
     return replace(
-        parts[0],
+        shards[0],
         tokens_BT=tokens_CS,
         labels_BT=labels_CS,
         positions_BT=positions_CS,
-        num_loss_tokens=sum(part.num_loss_tokens for part in parts),
+        num_loss_tokens=sum(part.num_loss_tokens for part in shards),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hpc_tune.batch import costliest_batch
 from hpc_tune.checkpoint.state import RunState, Settings
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import flatten_settings
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
@@ -64,7 +64,7 @@ def decide_micro_size(
 
 
 def _needs_same_memory(saved_state: RunState, settings: Settings) -> bool:
-    old, new = flatten(saved_state.config), flatten(settings)
+    old, new = flatten_settings(saved_state.config), flatten_settings(settings)
     return all(old.get(name, new[name]) == new[name] for name in _MEMORY_SETTINGS)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.cluster.launchers import explain_command_failure
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import flatten_settings
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import PLAN_PROCESS_BYTES, find_host_limit, spare_bytes
@@ -163,7 +163,7 @@ def _run_plan_command(
         time.sleep(_MAX_SIGNAL_DELAY_S)
         if reason := job.stop.reason():
             words = f"stopped while planning ({reason})"
-            raise ResumableStop(reason, job.resume_point.step, words=words) from None
+            raise ResumableStop(reason, job.resume_point.step, explanation=words) from None
         is_killed = isinstance(error, subprocess.CalledProcessError)
         failure = (
             stderr.splitlines()[-1] if stderr and not is_killed else explain_command_failure(error)
@@ -191,7 +191,9 @@ def require_same_rank_settings(comm: Comm, settings: Mapping[str, Mapping[str, A
             ``RemoteError`` on the others.
     """
     own_settings = {
-        name: value for name, value in flatten(settings).items() if name not in _NODE_LOCAL_SETTINGS
+        name: value
+        for name, value in flatten_settings(settings).items()
+        if name not in _NODE_LOCAL_SETTINGS
     }
     expected = comm.broadcast(own_settings)
     differences = {name: value for name, value in own_settings.items() if value != expected[name]}

@@ -180,7 +180,7 @@ def test_a_number_of_ranks_that_experts_cannot_be_spread_over_is_refused():
 
 def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
     directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
-    built = build(directory, torch.float32, config().tune, 0, weights=False)
+    built = build(directory, torch.float32, config().tune, 0, reads_weights=False)
     work = StepWork(measure_model_size(built.module), built.config, 4, 0, 4)
     assert max_expert_parallel_size(built.module) == 8
 

@@ -186,6 +186,6 @@ def test_a_run_is_refused_with_the_cause_and_cpu_says_that_it_is_meant(monkeypat
     world = World(0, 1, 0, 1, 0, 1, "n0", "srun")
     _, report = pick_device("auto", world, {0: VisibleGpus()})
     with pytest.raises(WorldError, match=r"though SLURM_JOB_GPUS.*built for no GPUs"):
-        check_devices([report], launched=True)
+        check_devices([report], is_launched=True)
     _, report = pick_device("cpu", world, {0: VisibleGpus()})
-    assert check_devices([report], launched=True) is None
+    assert check_devices([report], is_launched=True) is None

@@ -84,5 +84,5 @@ def test_a_rank_of_experts_that_no_target_names_is_refused_with_their_names(kind
     shrink_config(AutoConfig.for_model(kind), 8).save_pretrained(tmp_path)
     tune = TuneConfig(targets=["all-linear"], expert_rank=4)
     with pytest.raises(ConfigError) as error:
-        build(tmp_path, torch.float32, tune, 0, weights=False)
+        build(tmp_path, torch.float32, tune, 0, reads_weights=False)
     assert str(error.value).endswith(f"name no routed experts{advice}")

@@ -80,7 +80,7 @@ def deepseek(hidden=7168, layers=61, dense=3, experts=256, vocab=129280):
 )
 def test_a_shape_has_the_published_number_of_parameters(name, published, counted):
     directory = resolve_model_directory(f"shape:{name}")
-    built = build(directory, torch.bfloat16, TuneConfig(method="full"), 0, weights=False)
+    built = build(directory, torch.bfloat16, TuneConfig(method="full"), 0, reads_weights=False)
     assert measure_model_size(built.module).num_parameters == counted
     assert counted == pytest.approx(published, abs=0.005e9)
 

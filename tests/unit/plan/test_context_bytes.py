@@ -48,7 +48,7 @@ def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):
 )
 def test_the_ends_of_a_pipeline_that_train_one_weight_have_a_group(layout, more):
     assert (
-        num_process_groups(layout, False, ties_ends=True)
+        num_process_groups(layout, False, trains_tied_embedding=True)
         == num_process_groups(layout, False) + more
     )
 

@@ -390,7 +390,9 @@ def test_on_cpus_what_the_files_have_in_other_pieces_is_private():
 def test_experts_that_lie_one_by_one_in_the_files_are_not_mapped(tmp_path):
     """By the shapes in the files: of a small mixture all but its stacks are there as they are."""
     write_mixture("qwen3_moe", tmp_path / "model")
-    built = build(tmp_path / "model", torch.float32, TuneConfig(method="lora"), 0, weights=False)
+    built = build(
+        tmp_path / "model", torch.float32, TuneConfig(method="lora"), 0, reads_weights=False
+    )
     stacks = sum(
         p.numel() for _, part in find_stacked_experts(built.module) for p in part.parameters(False)
     )

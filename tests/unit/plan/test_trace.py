@@ -129,8 +129,8 @@ def test_moments_in_8_bits_are_a_byte_each_and_a_scale_for_256():
     num_values = report["weight_bytes"] // 4
     assert report["optimizer_bytes"] == 2 * (num_values + 4 * num_values // 256)
     shape, tune = resolve_model_directory("shape:llama3-8b"), TuneConfig(method="full")
-    built = build(shape, torch.bfloat16, tune, 0, weights=False)
-    account = static_bytes(measure_model_size(built.module, is_8bit=True), Layout(1, 8))
+    built = build(shape, torch.bfloat16, tune, 0, reads_weights=False)
+    account = static_bytes(measure_model_size(built.module, has_8bit_optimizer=True), Layout(1, 8))
     assert account == pytest.approx(sum(report[n] for n in STATE), rel=1e-3)  # but for norms
 
 
@@ -182,7 +182,7 @@ def test_the_other_configurations_fit_their_gpus(name, world, most):
 def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     report = trace(name, world)
     shape = resolve_model_directory(f"shape:{name.replace('_', '-')}")
-    built = build(shape, torch.bfloat16, TuneConfig(), 0, weights=False)
+    built = build(shape, torch.bfloat16, TuneConfig(), 0, reads_weights=False)
     assert static_bytes(measure_model_size(built.module), layout) == sum(report[n] for n in STATE)
 
 

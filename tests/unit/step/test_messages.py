@@ -47,7 +47,7 @@ def write_linear(folder):
 
 
 def expected(folder, method, layout, micros, loss_token_fraction=1.0, recomputes=False, **parallel):
-    built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
+    built = build(folder, torch.float32, TuneConfig(method=method), 0, reads_weights=False)
     settings = ParallelConfig(reshard="block", **parallel)
     return expected_bytes(
         StepPlan.for_model(built, layout, settings, loss_token_fraction), micros, recomputes
@@ -113,7 +113,7 @@ def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     """The predicted seconds and the predicted bytes of a step are of the same messages."""
     layout, bytes_per_s = Layout(1, 1, 2), 1e6
     whole = expected(tied, "full", layout, MICROS)["all_reduce"]
-    built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
+    built = build(tied, torch.float32, TuneConfig(method="full"), 0, reads_weights=False)
     links = Links((Link((0, 1), (0, 0), 0.0, bytes_per_s),), ())
     network = Network.from_links(links, (0, 0))
     plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block"))
@@ -327,7 +327,7 @@ def test_a_stage_holds_its_own_blocks_where_blocks_differ(tmp_path, stages):
     (base / "config.json").write_text(json.dumps(config))
     plans = []
     for place in range(stages):
-        built = build(base, torch.float32, TuneConfig(method="full"), 0, weights=False)
+        built = build(base, torch.float32, TuneConfig(method="full"), 0, reads_weights=False)
         plan = StepPlan.for_model(built, Layout(1, 1, pipeline=stages), ParallelConfig())
         own = sum(p.numel() for p in split_into_stages(built, plan, place)[0].module.parameters())
         assert sum(weights.num_values for weights in plan.weights_of_rank(place)) == own

@@ -21,7 +21,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
 ):
     said = []
     monkeypatch.setattr(metrics.log, "warning", lambda text, *values: said.append(text % values))
-    told = MetricsWriter(tmp_path, 5, 0, advise=advise)
+    told = MetricsWriter(tmp_path, 5, 0, warns_of_comm_time=advise)
     for step in range(1, 6):
         told.record_step(dataclasses.replace(STEP, step=step, comm_s=comm_s))
     told.close()
@@ -32,7 +32,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
 
 @pytest.mark.parametrize(("slowest_s", "said"), [(0.5, "75% in messages"), (1.9, "waiting for")])
 def test_a_slow_rank_is_not_taken_for_slow_messages(tmp_path, caplog, slowest_s, said):
-    told = MetricsWriter(tmp_path, 5, 0, advise=True)
+    told = MetricsWriter(tmp_path, 5, 0, warns_of_comm_time=True)
     with caplog.at_level("INFO", logger="hpc_tune"):
         for step in (1, 2):
             told.record_step(

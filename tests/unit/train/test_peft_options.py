@@ -121,7 +121,7 @@ def test_norms_with_a_row_for_each_head_are_norms(tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True}
     CohereConfig(**sizes, **heads).save_pretrained(tmp_path)
     tune = settings("unused", tmp_path, "tune.modules_to_save=[q_norm]").tune
-    module = build(tmp_path, torch.float32, tune, seed=0, weights=False).module
+    module = build(tmp_path, torch.float32, tune, seed=0, reads_weights=False).module
     trained = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     assert [shape for name, shape in trained.items() if "q_norm" in name] == [(4, 8)]
 

@@ -53,7 +53,7 @@ def test_who_is_told_that_the_others_gpus_are_hidden(reachable, uuids, is_told):
         DeviceReport(rank, 0, "n0", "cuda", uuid, (uuid,), reachable=reachable)
         for rank, uuid in enumerate(uuids)
     ]
-    assert check_devices(here, launched=True) is None
+    assert check_devices(here, is_launched=True) is None
     text = hidden_gpus_warning(here)
     assert bool(text) == is_told
     if is_told:

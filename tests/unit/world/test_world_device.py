@@ -27,25 +27,25 @@ def gpu(rank, uuid, visible, node=0):
 
 
 def test_one_rank_per_gpu_passes_whether_each_sees_all_or_only_its_own():
-    assert check_devices([gpu(0, "a", "ab"), gpu(1, "b", "ab")], launched=True) is None
-    assert check_devices([gpu(0, "a", "a"), gpu(1, "b", "b")], launched=True) is None
-    assert check_devices([gpu(0, "a", "a"), gpu(1, "b", "b", node=1)], launched=True) is None
+    assert check_devices([gpu(0, "a", "ab"), gpu(1, "b", "ab")], is_launched=True) is None
+    assert check_devices([gpu(0, "a", "a"), gpu(1, "b", "b")], is_launched=True) is None
+    assert check_devices([gpu(0, "a", "a"), gpu(1, "b", "b", node=1)], is_launched=True) is None
 
 
 def test_two_ranks_on_one_gpu_stop_the_job():
     reports = [gpu(0, "a", "a"), gpu(1, "a", "a")]
     with pytest.raises(WorldError, match=r"ranks 0, 1 on n0 share one GPU \(a\) of 1 visible"):
-        check_devices(reports, launched=True)
+        check_devices(reports, is_launched=True)
 
 
 def test_an_idle_gpu_stops_a_launched_job_and_is_named():
     reports = [gpu(0, "a", "ab"), gpu(1, "b", "ab"), gpu(2, "c", "cd", node=1)]
     with pytest.raises(WorldError, match=r"n1: 1 of 2 GPUs idle \(d\).*CUDA_VISIBLE_DEVICES"):
-        check_devices(reports, launched=True)
+        check_devices(reports, is_launched=True)
 
 
 def test_a_single_process_may_leave_gpus_idle_and_is_told():
-    warning = check_devices([gpu(0, "a", "abcd")], launched=False)
+    warning = check_devices([gpu(0, "a", "abcd")], is_launched=False)
     assert "3 of 4 GPUs idle" in warning
     assert "mpirun -np 4 would use all" in warning
 
@@ -53,8 +53,8 @@ def test_a_single_process_may_leave_gpus_idle_and_is_told():
 def test_nodes_without_gpus_beside_nodes_with_gpus_stop_the_job():
     reports = [gpu(0, "a", "a"), DeviceReport(1, 1, "n1", "cpu")]
     with pytest.raises(WorldError, match="those on n1 have none"):
-        check_devices(reports, launched=True)
-    assert check_devices([DeviceReport(0, 0, "n0", "cpu")], launched=True) is None
+        check_devices(reports, is_launched=True)
+    assert check_devices([DeviceReport(0, 0, "n0", "cpu")], is_launched=True) is None
 
 
 class FakeCuda:
@@ -174,20 +174,20 @@ def test_ranks_with_too_few_gpus_are_named_with_numbers_and_remedies(name):
     seen, rank, words = REFUSED[name]
     _, report = pick_device("auto", world(rank, len(seen)), on_node(*seen))
     with pytest.raises(WorldError, match=words):
-        check_devices([report], launched=True)
+        check_devices([report], is_launched=True)
 
 
 def test_a_second_gpu_of_each_task_is_idle_and_the_remedy_names_the_option():
     reports = [gpu(0, "a", "ab"), gpu(1, "c", "cd"), gpu(2, "e", "ef"), gpu(3, "g", "gh")]
     with pytest.raises(WorldError) as refused:
-        check_devices(reports, launched=True)
+        check_devices(reports, is_launched=True)
     assert str(refused.value) == (
         "n0: 4 of 8 GPUs idle (b, d, f, h); a rank was given up to 2 GPUs and uses one: start 8 "
         "ranks per node (--ntasks-per-node=8) that each see all GPUs (--gpus-per-node=8, without "
         "--gpus-per-task)"
     )
     with pytest.raises(WorldError, match="--ntasks-per-node=4"):
-        check_devices([gpu(0, "a", "abcd"), gpu(1, "b", "abcd")], launched=True)
+        check_devices([gpu(0, "a", "abcd"), gpu(1, "b", "abcd")], is_launched=True)
 
 
 def properties(uuid=None, bus=None, domain=0, gfx=None):
@@ -237,7 +237,7 @@ def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
     _, report = pick_device("cuda", world(0, 1), alone)
     words = r"finds no GPU on n0 .*ROCR_VISIBLE_DEVICES is 7.*run.device=cpu"
     with pytest.raises(WorldError, match=words):
-        check_devices([report], launched=False)
+        check_devices([report], is_launched=False)
     monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
     assert pick_device("auto", world(0, 1), alone)[1].error is None
 

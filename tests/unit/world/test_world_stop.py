@@ -44,7 +44,7 @@ def test_a_second_interrupt_interrupts_at_once(flag):
 
 
 def test_the_end_of_a_run_is_told_and_then_nothing_interrupts_it(capfd):
-    flag = StopFlag(environ={}, is_first=True)
+    flag = StopFlag(environ={}, is_rank_0=True)
     flag.install()
     try:
         flag.announce_ending()
@@ -128,13 +128,13 @@ def test_an_end_of_the_job_that_is_past_here_is_a_clock_that_is_ahead(
     program.write_text(f"#!/bin/sh\necho 'JobId=7 EndTime={past} Deadline=N/A'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    flag = StopFlag(environ={"SLURM_JOB_ID": "7"}, is_first=True)
+    flag = StopFlag(environ={"SLURM_JOB_ID": "7"}, is_rank_0=True)
     assert flag.reason(margin_s=1e6) is None
     assert f"has ended 1h10m ago: the clock of {socket.gethostname()} is ahead" in caplog.text
 
 
 def test_before_the_first_step_nothing_is_said_of_a_step(capfd):
-    flag = StopFlag(is_first=True, environ={})
+    flag = StopFlag(is_rank_0=True, environ={})
     flag.install()
     os.kill(os.getpid(), signal.SIGUSR1)
     flag.close()
@@ -153,7 +153,7 @@ def test_an_end_that_is_past_is_an_older_jobs(name, caplog, monkeypatch):
     """A shell in tmux keeps the environment of the job that it was begun in."""
     monkeypatch.setattr(log, "propagate", True)
     environ = {name: str(int(time.time()) - 3600)}
-    flag = StopFlag(environ=environ, is_first=True)
+    flag = StopFlag(environ=environ, is_rank_0=True)
     assert flag.seconds_left() is None
     assert flag.reason(margin_s=1e6) is None
     assert f"{name}={environ[name]} is in the past" in caplog.text
@@ -187,7 +187,7 @@ def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     environ = {"SLURM_JOB_ID": "7"}
     assert StopFlag(environ=environ).seconds_left() is None
-    flag = StopFlag(environ=environ, is_first=True)
+    flag = StopFlag(environ=environ, is_rank_0=True)
     assert flag.seconds_left() == pytest.approx(90, abs=2)
     flag.reason()
     assert (tmp_path / "calls").read_text() == "called\n"
