@@ -342,13 +342,13 @@ def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, in
 class SourceProgress:
     """How much of a source a run has used at some row of its stream.
 
-    ``amount_text``: its weight or epochs, or "no longer used". ``learned_tokens``: estimated as
-    ``rows`` times its mean row. ``share``: of all sources' learned tokens. ``rows_per_pass`` and
+    ``asked``: its weight or epochs, or "no longer used". ``learned_tokens``: estimated as ``rows``
+    times its mean row. ``share``: of all sources' learned tokens. ``rows_per_pass`` and
     ``learned_per_pass``: rows and learned tokens of one of its ``passes``.
     """
 
     name: str
-    amount_text: str
+    asked: str
     rows: int
     learned_tokens: int
     share: float
@@ -359,7 +359,7 @@ class SourceProgress:
     def __str__(self) -> str:
         """Return one line for a person."""
         return (
-            f"{self.name}, {self.amount_text}: {self.rows:,} rows, {self.passes:.2f} passes, "
+            f"{self.name}, {self.asked}: {self.rows:,} rows, {self.passes:.2f} passes, "
             f"{format_count(self.learned_tokens)} learned tokens, {self.share:.2%} of all"
         )
 
