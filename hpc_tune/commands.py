@@ -130,7 +130,7 @@ class Command(NamedTuple):
 
 
 def command(*arguments: Argument) -> Callable[[CommandFunction], Command]:
-    """Make a function a command with these arguments; also add it to COMMANDS."""
+    """Make a function a command with these arguments."""
     return lambda run: Command(run, arguments)
 
 

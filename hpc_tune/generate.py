@@ -151,9 +151,7 @@ def generate_answer(
     tokenizer.chat_template = template or tokenizer.chat_template
     refuse_syntax_errors(tokenizer.chat_template, str(run if template else directory))
     ids_BT = _encode(tokenizer, chat).to(device)
-    built = _build_for_generation(
-        trained_checkpoint, directory, dtype, tune, ids_BT.shape[1] + max_tokens
-    )
+    built = _build_model(trained_checkpoint, directory, dtype, tune, ids_BT.shape[1] + max_tokens)
     allocate(built.module, device)
     load_weights(built)
     if trained_checkpoint is not None and run is not None and uses_adapter:
@@ -177,7 +175,7 @@ def generate_answer(
     return _decode_answer(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), eos_token_ids)
 
 
-def _build_for_generation(
+def _build_model(
     trained_checkpoint: LocatedCheckpoint | None,
     directory: Path,
     dtype: torch.dtype,

@@ -1,6 +1,6 @@
 """parallel.layout=auto: the fastest layout that fits, from measurements of ranks and links.
 
-    measured.json (or a named cluster) -> Compute, Network -> candidates, the fastest first
+    measured.json (or a named cluster) -> ComputeTimes, Network -> candidates, the fastest first
     -> planned one after the other until one fits -> LayoutChoice
 
 A run measures its own ranks and runs the ``plan`` command; on a login node, name a cluster instead.
@@ -60,7 +60,7 @@ from hpc_tune.world.comm import Comm
 
 # -- Measurements of links and ranks, or values from the data sheets of a named cluster.
 #
-# a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
+# a run's measurement, `doctor --json`, or a cluster's data sheets -> Measurements, ComputeTimes
 
 _LINKS_ADAPTER, _COMPUTE_ADAPTER = TypeAdapter(Links), TypeAdapter(ComputeTimes | None)
 _SYNC_S = 50e-6

@@ -49,7 +49,7 @@ class TorchBuild:
 
     @property
     def description(self) -> str:
-        """Return it in words."""
+        """The version, and what it was built for, in words."""
         kinds = (("CUDA", self.cuda), ("ROCm", self.rocm))
         target = next((f"for {name} {version}" for name, version in kinds if version), "")
         return f"torch {self.version} is built {target or 'for no GPUs'}"

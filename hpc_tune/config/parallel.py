@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal
 
 from hpc_tune.config.section import PositiveInt, Section, setting
+from hpc_tune.units import format_quantity
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
 _SHARD_SETTINGS = ("reshard", "blocks_per_unit", "reduce_dtype")
@@ -187,7 +188,8 @@ class ParallelConfig(Section):
     @property
     def rank_count_text(self) -> str:
         """How many ranks the axes need, such as ``"a multiple of 4 ranks"``."""
-        return f"{'a multiple of ' if self.takes_more_ranks else ''}{self.ranks_needed} ranks"
+        ranks = format_quantity(self.ranks_needed, "rank")
+        return f"{'a multiple of ' if self.takes_more_ranks else ''}{ranks}"
 
     @property
     def changed_shard_settings(self) -> dict[str, Any]:

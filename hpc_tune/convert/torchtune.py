@@ -214,10 +214,8 @@ _ATTENTION_LAYERS = {
 _MLP_LAYERS = ["gate_proj", "up_proj", "down_proj"]
 _CROSS_ENTROPY_NAMES = ("CrossEntropy", "CEWith")
 _OBJECTIVE_BY_LOSS = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
-_UNSUPPORTED_LOSSES = (
-    "RSOLoss",
-    "IPOLoss",
-)  # torchtune's IPO uses sums over tokens, ours uses means
+# torchtune's IPO uses sums over tokens, ours uses means.
+_UNSUPPORTED_LOSSES = ("RSOLoss", "IPOLoss")
 _LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.gamma": 0.5}}
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 

@@ -244,7 +244,7 @@ _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def mark_generation_blocks(template: Any) -> str | None:
-    """Return a template with MARK at both ends of its {% generation %} blocks; None without any."""
+    """Mark both ends of a template's {% generation %} blocks (BLOCK_MARKER); None without any."""
     if not isinstance(template, str) or not _GENERATION_TAG.search(template):
         return None
 

@@ -411,7 +411,7 @@ class PreferenceEncoder:
         """
         batch: list[_RenderedSides] = []
         num_chars = 0
-        for row, next_row in _pair_with_next_prompt(rows):
+        for row, next_row in _add_next_prompt(rows):
             for item in self._render_row(row, next_row):
                 batch.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
@@ -572,9 +572,7 @@ def _find_drop_reason(sides: list[TokensAndMask]) -> str | None:
     return None
 
 
-def _pair_with_next_prompt(
-    rows: Iterable[ParsedRow],
-) -> Iterator[tuple[ParsedRow, ParsedRow | None]]:
+def _add_next_prompt(rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, ParsedRow | None]]:
     """Yield each row with the next row that has another prompt, or with None if none has.
 
     After the last row comes the first one again. Rows with the same prompt are often adjacent:

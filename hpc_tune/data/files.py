@@ -4,7 +4,7 @@
 
 A folder is searched with its subfolders. It may be as ``hf download`` leaves it (a card and a
 license beside the data, splits named by the card or by file names) or as ``save_to_disk`` of
-datasets does. Nothing is left out silently: callers log ``FoundFiles.left_out``.
+datasets does. Nothing is left out silently: callers log ``FoundFiles.skipped_files``.
 """
 
 import difflib

@@ -50,16 +50,16 @@ Answer = str | Messages
 
 
 def split_chats(
-    chosen: Messages, rejected: Messages, field_names: Sequence[str]
+    chosen: Messages, rejected: Messages, fields: Sequence[str]
 ) -> tuple[Messages, Messages, Messages]:
     """Return the messages that two chats begin with, and what follows in each.
 
-    ``field_names``: the fields of the two chats.
+    ``fields``: the fields of the two chats.
 
     Raises:
         WrongRecord: if the chats are the same, begin differently, or go on with no answer.
     """
-    both = " and ".join(field_names)
+    both = " and ".join(fields)
     if chosen == rejected:
         raise WrongRecord(
             f"{both} are the same: neither is preferred; take the row out, or set"
@@ -69,7 +69,7 @@ def split_chats(
     while begin < min(len(chosen), len(rejected)) and chosen[begin] == rejected[begin]:
         begin += 1
     tails = chosen[begin:], rejected[begin:]
-    for name, tail in zip(field_names, tails, strict=True):
+    for name, tail in zip(fields, tails, strict=True):
         if not tail:
             raise _make_missing_answer_error(name)
         if not begin or tail[0]["role"] != "assistant":
@@ -81,20 +81,16 @@ def split_chats(
     return chosen[:begin], *tails
 
 
-def split_texts(
-    chosen: str, rejected: str, field_names: Sequence[str]
-) -> tuple[Prompt, Answer, Answer]:
+def split_texts(chosen: str, rejected: str, fields: Sequence[str]) -> tuple[Prompt, Answer, Answer]:
     """Return the prompt that two texts begin with, and what follows in each.
 
     Raises:
         WrongRecord: if one of the three would be empty, or what follows in a dialogue is Human's.
     """
-    chosen_turns, rejected_turns = (
-        _split_turns(chosen, field_names[0]),
-        _split_turns(rejected, field_names[1]),
-    )
+    chosen_turns = _split_turns(chosen, fields[0])
+    rejected_turns = _split_turns(rejected, fields[1])
     if chosen_turns and rejected_turns:
-        prompt, *answer_turns = split_chats(chosen_turns, rejected_turns, field_names)
+        prompt, *answer_turns = split_chats(chosen_turns, rejected_turns, fields)
         completion = _as_completion(prompt)
         if completion is None or [*map(len, answer_turns)] != [1, 1]:
             return prompt, answer_turns[0], answer_turns[1]
@@ -104,10 +100,10 @@ def split_texts(
     answers = [text[len(prefix) :].lstrip() for text in (chosen, rejected)]
     if not prefix.strip():
         raise WrongRecord(
-            f"{' and '.join(field_names)} are texts that begin with different words, but there is "
+            f"{' and '.join(fields)} are texts that begin with different words, but there is "
             "no prompt; expected one beside them, or texts that begin with it"
         )
-    for name, answer in zip(field_names, answers, strict=True):
+    for name, answer in zip(fields, answers, strict=True):
         if not answer:
             raise _make_missing_answer_error(name)
     return Completion(prefix.rstrip(), "", plain_prompt=prefix), answers[0], answers[1]
@@ -149,11 +145,7 @@ def _as_completion(prompt: Messages) -> Completion | None:
 _TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
 _SYSTEM_FIELDS = ("system", "system_prompt")
 _FURTHER_FIELDS = (
-    "history",
-    "context",
-    "tools",
-    "functions",
-    "rejected_tools",
+    *("history", "context", "tools", "functions", "rejected_tools"),
     *LOSS_WEIGHT_FIELDS,
 )
 PAIR_FIELDS = frozenset(
@@ -260,15 +252,11 @@ def has_label(record: dict[str, Any]) -> bool:
     return any(record.get(name) is not None for name in LABEL_FIELDS)
 
 
-def replace_answer(
-    example: Chat | Completion, answer_source: Chat | Completion
-) -> Chat | Completion:
-    """Return ``example`` with all messages of ``answer_source``'s answer in place of its own."""
-    if isinstance(example, Completion) and isinstance(answer_source, Completion):
-        return replace(example, completion=answer_source.completion)
-    chat, answers = (
-        e.as_chat() if isinstance(e, Completion) else e for e in (example, answer_source)
-    )
+def replace_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
+    """Return ``example`` with all messages of ``other``'s answer in place of its own."""
+    if isinstance(example, Completion) and isinstance(other, Completion):
+        return replace(example, completion=other.completion)
+    chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
     begin, others_begin = find_first_learned_answer(chat), find_first_learned_answer(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
@@ -319,10 +307,8 @@ def _split_row(
     if chosen_field is None and rejected_field != "rejected" and chat_field is not None:
         return _split_ms_swift_row(record, chat_field, str(rejected_field))
     if chosen_field is None or rejected_field is None:
-        raise WrongRecord(
-            f"found {chosen_field or rejected_field}, but "
-            f"{'rejected' if chosen_field else 'chosen'} is missing; {_EXPECTED_PAIRS}"
-        )
+        found, missing = (chosen_field, "rejected") if chosen_field else (rejected_field, "chosen")
+        raise WrongRecord(f"found {found}, but {missing} is missing; {_EXPECTED_PAIRS}")
     chosen, rejected = _read_answer(record, chosen_field), _read_answer(record, rejected_field)
     names = (chosen_field, rejected_field)
     if isinstance(chosen, list) and isinstance(rejected, list):
@@ -337,10 +323,8 @@ def _split_row(
     if isinstance(chosen, str) and isinstance(rejected, str):
         text, *answers = split_texts(chosen, rejected, names)
         return _add_system(text, record), answers[0], answers[1]
-    raise WrongRecord(
-        f"{chosen_field} and {rejected_field} are answers, and their prompt is missing; "
-        f"{_EXPECTED_PAIRS}"
-    )
+    both = " and ".join(names)
+    raise WrongRecord(f"{both} are answers, and their prompt is missing; {_EXPECTED_PAIRS}")
 
 
 def _refuse_mixed_sides(sides: tuple[Answer, Answer], field_names: tuple[str, str]) -> None:
@@ -354,28 +338,24 @@ def _refuse_mixed_sides(sides: tuple[Answer, Answer], field_names: tuple[str, st
 
 
 def _split_ms_swift_row(
-    record: dict[str, Any], chat_field: str, rejected_field: str
+    record: dict[str, Any], field: str, rejected_field: str
 ) -> tuple[Messages, Answer, Answer]:
     """Return prompt, chosen and rejected answer of a row whose messages end with the chosen one.
 
     It is all after the user's last turn, or what differs if the rejected one is a whole chat.
     """
-    messages, rejected = (
-        _read_turns(record[chat_field], chat_field),
-        _read_answer(record, rejected_field),
-    )
+    messages = _read_turns(record[field], field)
+    rejected = _read_answer(record, rejected_field)
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
-            f"{chat_field} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
+            f"{field} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
             f" answer that is preferred to {rejected_field}"
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
-        return split_chats(messages, rejected, (chat_field, rejected_field))
+        return split_chats(messages, rejected, (field, rejected_field))
     begin = _last_round_start(messages)
     if not begin:
-        raise WrongRecord(
-            f"{chat_field} begins with its answer, expected a turn of the user before it"
-        )
+        raise WrongRecord(f"{field} begins with its answer, expected a turn of the user before it")
     return messages[:begin], messages[begin:], rejected
 
 
@@ -470,9 +450,7 @@ def _read_tools(record: dict[str, Any]) -> list[Any] | None:
     return read_tools(openai_input if isinstance(openai_input, dict) else record)
 
 
-def _require_same_prompt(
-    record: dict[str, Any], prompt: Messages, field_names: Sequence[str]
-) -> None:
+def _require_same_prompt(record: dict[str, Any], prompt: Messages, fields: Sequence[str]) -> None:
     """Check that the prompt field agrees with the prompt that two whole chats begin with."""
     value = record.get("prompt")
     if is_unset(value):
@@ -485,7 +463,7 @@ def _require_same_prompt(
         is_same = turns == prompt[: len(turns)]
     if not is_same:
         raise WrongRecord(
-            f"prompt is {format_value(value)}, but the chats of {' and '.join(field_names)} begin with"
+            f"prompt is {format_value(value)}, but the chats of {' and '.join(fields)} begin with"
             f" {format_value(prompt[-1])}; take one of the prompts out"
         )
 
@@ -584,41 +562,37 @@ def _has_content(message: dict[str, Any]) -> bool:
 
 # The total weight of the good answers over that of the others should be within these limits
 # (arXiv:2402.01306, 4.2).
-MIN_LABEL_WEIGHT_RATIO, MAX_LABEL_WEIGHT_RATIO = 1.0, 1.33
+MIN_WEIGHT_RATIO, MAX_WEIGHT_RATIO = 1.0, 1.33
 
 
-def require_both_labels(num_desirable: int, num_undesirable: int, source: str) -> None:
+def require_both_labels(num_good: int, num_bad: int, source: str) -> None:
     """Check that there are good answers and others.
 
     Raises:
         DataError: if there is one kind alone.
     """
-    if num_desirable and num_undesirable:
+    if num_good and num_bad:
         return
-    label = "true" if num_desirable else "false"
-    advice = (
-        "or tune.objective=sft, which learns answers that are all good" if num_desirable else ""
-    )
+    label = "true" if num_good else "false"
+    advice = "or tune.objective=sft, which learns answers that are all good" if num_good else ""
     raise DataError(
-        f"all {num_desirable + num_undesirable} labels of {source} are {label}: kto compares good answers with "
+        f"all {num_good + num_bad} labels of {source} are {label}: kto compares good answers with "
         f"others; give answers of both kinds{', ' if advice else ''}{advice}"
     )
 
 
 def describe_label_imbalance(
-    num_desirable: int, num_undesirable: int, desirable_weight: float, undesirable_weight: float
+    num_good: int, num_bad: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
     """Return a warning if the two kinds do not weigh about the same, with a weight that helps."""
-    ratio = desirable_weight * num_desirable / (undesirable_weight * num_undesirable)
-    if MIN_LABEL_WEIGHT_RATIO <= ratio <= MAX_LABEL_WEIGHT_RATIO:
+    ratio = desirable_weight * num_good / (undesirable_weight * num_bad)
+    if MIN_WEIGHT_RATIO <= ratio <= MAX_WEIGHT_RATIO:
         return None
-    weights = f"tune.desirable_weight={undesirable_weight * num_undesirable / num_desirable:.3g}"
-    if num_undesirable < num_desirable:
-        weights = (
-            f"tune.undesirable_weight={desirable_weight * num_desirable / num_undesirable:.3g}"
-        )
+    weights = f"tune.desirable_weight={undesirable_weight * num_bad / num_good:.3g}"
+    if num_bad < num_good:
+        weights = f"tune.undesirable_weight={desirable_weight * num_good / num_bad:.3g}"
     return (
-        f"{num_desirable} answers are good and {num_undesirable} are not, so the good ones weigh "
-        f"{ratio:.3g} times as much in kto as the others, but {MIN_LABEL_WEIGHT_RATIO:g} to {MAX_LABEL_WEIGHT_RATIO:g} is "
-        f"usual: {weights} makes it 1"
+        f"{num_good} answers are good and {num_bad} are not, so the good ones weigh "
+        f"{ratio:.3g} times as much in kto as the others, but {MIN_WEIGHT_RATIO:g} to "
+        f"{MAX_WEIGHT_RATIO:g} is usual: {weights} makes it 1"
     )

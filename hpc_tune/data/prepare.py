@@ -1,7 +1,7 @@
 """Raw data -> the file of prepared data: in parallel, the same bytes for any number of ranks.
 
     plan_preparation  every rank  path -> chunks, and a folder for parts beside the output
-    tokenize_chunks   rank r      chunks r, r + size, ... -> one part file (.npz) each
+    tokenize_chunks   rank r      chunks r, r + num_ranks, ... -> one part file (.npz) each
     join_parts        rank 0      parts in order of the chunks -> the HDF5 file; removes the folder
 
 If a step fails on one rank, all ranks raise (``PreparingRanks.run_and_agree``). The folder's
@@ -182,7 +182,7 @@ def tokenize_chunks(
 
 
 def join_parts(plan: PreparePlan) -> Counters:
-    """Join all parts into ``work.out`` and remove them; for one rank, after all have tokenized.
+    """Join all parts into ``plan.out`` and remove them; for one rank, after all have tokenized.
 
     Raises:
         DataError: if parts are missing or damaged, or no example is left.

@@ -469,8 +469,8 @@ def _required_string(record: dict[str, Any], field: str) -> str:
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A form of rows: the fields that it ``required_fields``, of which the first identifies it; its
-    ``optional_fields``; the ``shared_fields`` that other forms have too; its reader and its name.
+    """A form of rows: ``required_fields``, of which the first identifies it; ``optional_fields``;
+    ``shared_fields``, which other forms have too; its reader and its name.
     """
 
     required_fields: tuple[str, ...]

@@ -110,7 +110,7 @@ def make_recompute_actions(
     configured: RecomputeLevel,
     saving_context: MakeSavingContext = null_saving_context,
 ) -> dict[Action, ActionHandle]:
-    """Return the governor's lever that recomputes whole blocks, without the compiler.
+    """Return the governor's action that recomputes whole blocks, without the compiler.
 
     There is none if ``configured`` (parallel.recompute) is full. ``blocks`` are as trained: after
     ``checkpoint_blocks``, compiled or not. ``saving_context``: as in ``checkpoint_blocks``.
@@ -276,14 +276,13 @@ class OffloadedInputs:
         )
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reserve = settings.reserve
-        self._free_blocks: dict[int, list[torch.Tensor | None]] = defaultdict(
-            list
-        )  # blocks by bytes
+        # Blocks by their bytes.
+        self._free_blocks: dict[int, list[torch.Tensor | None]] = defaultdict(list)
         self._pending_copy: tuple[torch.Tensor, Any] | None = None
         self._last_input: weakref.ref[_OffloadedTensor] | None = None
 
     def memory_actions(self) -> dict[Action, ActionHandle]:
-        """Return the lever that offloads inputs, if that is off and possible and rows are long.
+        """Return the action that offloads inputs, if that is off and possible and rows are long.
 
         The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """

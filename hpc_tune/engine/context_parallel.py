@@ -47,7 +47,7 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
     return group
 
 
-def make_row_sharing(
+def share_rows(
     group: dist.ProcessGroup | None,
     collectives: CountedCollectives,
     settings: EngineSettings,

@@ -85,7 +85,7 @@ class CountedCollectives:
         num_sent: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Send ``send[r]`` rows of ``x`` to rank r of the group, fill ``out`` with ``receive[r]``.
+        """Send ``num_sent[r]`` rows of ``x`` to rank r; fill ``out`` with its ``num_received[r]``.
 
         None: the same number of rows to and from each rank.
         """

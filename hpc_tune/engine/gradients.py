@@ -26,9 +26,9 @@ _FP64_CHUNK_VALUES = 1 << 22
 class TrainedWeight:
     """One trained parameter of this rank.
 
-    ``partial``: its gradient is still to be summed over the tensor axis. ``num_copies``: how many
-    ranks hold the same values. ``is_tied``: it is the last stage's copy of the embedding, which the
-    first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints.
+    ``has_partial_grad``: its gradient is still to be summed over the tensor axis. ``num_copies``:
+    how many ranks hold the same values. ``is_tied``: it is the last stage's copy of the embedding,
+    which the first stage owns. ``writes_checkpoint``: this rank writes it into checkpoints.
     ``is_expert_parallel``: it belongs to experts that are spread over ranks of the shard axis.
     """
 

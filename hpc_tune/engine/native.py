@@ -40,7 +40,7 @@ from hpc_tune.engine.base import (
     seed_micro_batch,
 )
 from hpc_tune.engine.compile import compile_blocks, compile_loss
-from hpc_tune.engine.context_parallel import make_row_sharing, parallelize_attention, shard_batches
+from hpc_tune.engine.context_parallel import parallelize_attention, shard_batches, share_rows
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import add_token_dispatch, distribute_experts
 from hpc_tune.engine.fsdp import prepare_backward, release_gathered_weights, shard
@@ -146,9 +146,7 @@ class NativeEngine:
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
         context_group = self._mesh.group("context")
-        self._shared_rows = make_row_sharing(
-            context_group, self._collectives, settings, built.dtype
-        )
+        self._shared_rows = share_rows(context_group, self._collectives, settings, built.dtype)
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         adds_counts = self._mesh.coordinates.tensor == 0

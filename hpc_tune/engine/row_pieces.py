@@ -40,7 +40,7 @@ _EXPERTS_PATH = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class PiecewiseMlps:
-    """The number of pieces in which an engine computes its MLPs; may change between two steps.
+    """An engine's MLPs, computed in pieces of the rows; their number may change between steps.
 
     ``has_mlps``: whether there are any that can be cut.
     """
@@ -64,7 +64,7 @@ class PiecewiseMlps:
             self.num_pieces = 1
 
     def memory_actions(self) -> dict[Action, ActionHandle]:
-        """Return the lever that doubles the pieces, unless rows are short or of unknown length."""
+        """Return the action that doubles the pieces, unless rows are short or of unknown length."""
         initial_pieces = self.num_pieces
 
         def double(times: int) -> str:

@@ -129,14 +129,12 @@ DEVICE_LIMITS = FillLimits(
 )
 # Shares of a rank's memory, for arithmetic before it takes any.
 MIN_PLANNED_MEMORY_SHARE = 0.5  # a run needs no plan if an upper bound of its usage is below this
-MODEL_STATE_MEMORY_SHARE = (
-    0.6  # for weights, gradients and optimizer state: the rest is for activations
-)
+MODEL_STATE_MEMORY_SHARE = 0.6  # for weights, gradients, optimizer state; the rest: activations
 MEASURED_STATE_MEMORY_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
 COMPILE_MEMORY_SHARE = 1 / 8  # for workers of torch.compile
 RETRY_WINDOW_STEPS = 8
 _MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
-_ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
+_ACTIONS = tuple(Action)[1:-1]  # TRIM and STOP_RUN are always possible
 _MIN_FORECAST_SHARE = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # the level is HIGH if the limit would be reached within these steps
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits

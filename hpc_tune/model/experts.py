@@ -135,7 +135,7 @@ def max_expert_parallel_size(model: nn.Module) -> int:
 
 
 def require_shardable_experts(model: Any, num_ranks: int) -> int:
-    """Return ``max_expert_parallel_size`` of a model with ``config``; ``num_ranks`` must divide it.
+    """Return ``max_expert_parallel_size`` of a model, which ``num_ranks`` must divide.
 
     Raises:
         ConfigError: if ``num_ranks`` does not divide it.

@@ -34,7 +34,7 @@ FLOAT8_DTYPE = torch.float8_e4m3fn
 _MAX_CODE = torch.finfo(FLOAT8_DTYPE).max
 _MANTISSA_MASK = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
-_DIM_ALIGNMENT = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_DIM_ALIGNMENT = 16  # float8 matmuls need both dimensions of a weight to be multiples of this
 _MIN_ROW_MAX = 2.0**-100  # lower bound for the largest value of a row
 MAX_TRIAL_ERROR = 0.01  # error relative to the norm: results are rounded to bf16
 
@@ -174,7 +174,8 @@ def quantize_float8_rows(values_NK: torch.Tensor) -> Float8Rows:
 def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Let each ``Float8Linear`` in ``blocks`` multiply in float8 if the device can.
 
-    Layers with a side that is not a multiple of 16 are left out: the hardware requires multiples.
+    Layers with a dimension that is not a multiple of 16 are left out: the hardware requires
+    multiples.
     """
     layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
     if not layers or explain_missing_float8_matmuls(device, layers[0].compute_dtype):
@@ -184,7 +185,7 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
 
 
 def _has_aligned_dims(layer: nn.Linear) -> bool:
-    return all(side % _DIM_ALIGNMENT == 0 for side in (layer.in_features, layer.out_features))
+    return all(dim % _DIM_ALIGNMENT == 0 for dim in (layer.in_features, layer.out_features))
 
 
 @functools.cache
@@ -378,8 +379,8 @@ def convert_to_torchao_float8(
     """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
     ``excluded_layers`` (``find_unquantized_layers``) are skipped: routers among them would choose
-    experts by 8-bit scores. So are layers with a side that is not a multiple of 16. Works on the
-    meta device and inside peft's layers, and does not rename parameters. ``emulate`` rounds to
+    experts by 8-bit scores. So are layers with a dimension that is not a multiple of 16. Works on
+    the meta device and inside peft's layers, and does not rename parameters. ``emulate`` rounds to
     float8 without the hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -294,8 +294,8 @@ def load_weights(
     Not collective: a rank may fail alone. ``init_sharded_magnitudes`` does the part that needs
     several ranks.
 
-    With ``parameters=False`` only buffers are filled, for an engine that fills parameters itself.
-    ``reserve`` is called before host memory is filled.
+    With ``fills_parameters=False`` only buffers are filled, for an engine that fills parameters
+    itself. ``reserve`` is called before host memory is filled.
 
     Every parameter may be sharded; each rank reads only the regions that it keeps (of a 4-bit
     matrix, all of it). Frozen weights that stay unsharded on a CPU, in the file's dtype, are not

@@ -221,8 +221,8 @@ class _SumOverRanks(torch.autograd.Function):
 def repeat_kv_heads(inputs_BHSD: Sequence[torch.Tensor], num_ranks: int) -> list[torch.Tensor]:
     """Return queries, keys and values whose heads ``num_ranks`` ranks share evenly.
 
-    ``num_ranks`` divides H. If ``num_ranks`` does not divide the number of key heads, each key and value head is repeated;
-    autograd adds up their gradients.
+    ``num_ranks`` divides H. If it does not divide the number of key heads, each key and value head
+    is repeated; autograd adds up their gradients.
     """
     query_BHSD, *keys_BKSD = inputs_BHSD
     copies = count_repeated_key_heads(keys_BKSD[0].shape[1], num_ranks) // keys_BKSD[0].shape[1]

@@ -423,9 +423,7 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
     }
 
 
-def _add_scale(
-    tensor: TensorSource, sources: Sources, directory: Path, block_shape: Any
-) -> ScaledTensor:
+def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
     """Return a float8 tensor combined with the scale that is stored beside it."""
     name = tensor.name
     if len(tensor.shape) > 2:
@@ -455,16 +453,13 @@ def _add_scale(
         return make_tensor(scales.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
         return make_tensor(scales.view(rows, 1), 1, columns)
-    is_list = isinstance(block_shape, list) and len(block_shape) == 2
-    by_block = is_list and all(type(size) is int and size > 0 for size in block_shape)
-    if by_block and shape == (
-        math.ceil(rows / block_shape[0]),
-        math.ceil(columns / block_shape[1]),
-    ):
-        return make_tensor(scales, *block_shape)
+    is_list = isinstance(block, list) and len(block) == 2
+    by_block = is_list and all(type(size) is int and size > 0 for size in block)
+    if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
+        return make_tensor(scales, *block)
     raise DataError(
         f"{directory}: {scale_name} has the shape {list(shape)}, which does not fit a matrix of "
-        f"{rows} x {columns} in blocks of {block_shape}"
+        f"{rows} x {columns} in blocks of {block}"
     )
 
 
@@ -543,24 +538,16 @@ def _read_quantization(directory: Path) -> dict[str, Any]:
 # A model and its instruct version have the same names, shapes and config.json.
 
 
-_IGNORED_CONFIG_KEYS = (
-    "_name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-)
+_IGNORED_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _MAX_SAMPLED_TENSORS = 1024  # takes a second on a parallel file system
-_NUM_SAMPLED_VALUES = (
-    64  # per tensor: versions that were trained further differ in nearly all of them
-)
+_SAMPLED_VALUES = 64  # per tensor: versions that were trained further differ in nearly all of them
 
 
 def hash_architecture(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over the names and shapes of a model's tensors and over its config.json."""
     shapes = sorted((name, list(index.shapes[name])) for name in index.stored_names)
     config = read_config_json(directory)
-    fields = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    fields = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
     return hashlib.sha256(json.dumps([shapes, fields], sort_keys=True).encode()).hexdigest()
 
 
@@ -593,7 +580,7 @@ def _hash_middle_values(index: TensorIndex, name: str) -> str:
         return "empty"
     box = [1] * len(shape)
     if shape:
-        box[-1] = min(shape[-1], _NUM_SAMPLED_VALUES)
+        box[-1] = min(shape[-1], _SAMPLED_VALUES)
     values = torch.empty(box, dtype=torch.float32)
     offset = tuple((size - box_size) // 2 for size, box_size in zip(shape, box, strict=True))
     index.fill(values, name, offset)

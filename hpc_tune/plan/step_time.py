@@ -1,7 +1,7 @@
 """Time of a step in a layout, from measured compute, measured links, and bytes (pure).
 
-    Compute  seconds per token of a decoder block, when all ranks compute at once
-    Network  latency and rate between any two ranks, and of collectives of all ranks
+    ComputeTimes  seconds per token of a decoder block, when all ranks compute at once
+    Network       latency and rate between any two ranks, and of collectives of all ranks
     step_time(work, layout, order of ranks, ...) -> StepTime
 
 Collectives follow the ring algorithms (see ``step/layout.py``): each rank sends to the next one in

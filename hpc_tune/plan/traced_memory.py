@@ -222,7 +222,7 @@ def _heap_block_size(num_bytes: int) -> int:
 # oneDNN caches ONEDNN_CACHE_SIZE kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the
 # buffer it was generated in: 64 pages minus what Xbyak takes (oneDNN 3, measured).
 ONEDNN_KERNEL_BYTES = 258376
-# One in BLOCKS_PER_LEFTOVER blocks leaves an object of LEFTOVER_BYTES for the rest of the step:
+# One in BLOCKS_PER_PERMANENT_OBJECT blocks leaves one of PERMANENT_OBJECT_BYTES until the end:
 # nodes of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 BLOCKS_PER_PERMANENT_OBJECT, PERMANENT_OBJECT_BYTES = 4, 64
 GROUPED_MM = torch.ops.aten._grouped_mm

@@ -36,7 +36,7 @@ def _loss_label(runs: Sequence[Run]) -> str:
 
 def _plot_loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, _loss_label(runs))
-    for run, color in _runs_with_colors(runs):
+    for run, color in _color_runs(runs):
         steps, losses = curve_points(run.steps, "step", "loss")
         axes.plot(steps, losses, color=color, lw=1.3, label=_make_label(runs, run, "training"))
         if run.evals:
@@ -46,12 +46,10 @@ def _plot_loss(runs: Sequence[Run]) -> Figure | None:
 
 
 def _plot_held_out_curve(
-    axes: Axes, evals: Sequence[Record], x_key: str, y_key: str, **options: Any
+    axes: Axes, evals: Sequence[Record], x: str, y: str, **options: Any
 ) -> None:
     marker = "o" if len(evals) <= MAX_POINTS_WITH_MARKERS else None
-    axes.plot(
-        *curve_points(evals, x_key, y_key), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4
-    )
+    axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **options}, marker=marker, ms=4)
 
 
 def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
@@ -60,7 +58,7 @@ def _plot_held_out_sources(runs: Sequence[Run]) -> Figure | None:
     lines = [
         (run, name, [{"step": row["step"], "loss": losses[name]} for row in run.evals
                      if name in (losses := row.get("eval_losses", {}))])
-        for run, _ in _runs_with_colors(runs)
+        for run, _ in _color_runs(runs)
         for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
     ]  # fmt: skip
     if len({name for _, name, _ in lines}) < 2:
@@ -77,7 +75,7 @@ def _plot_learning_rate(runs: Sequence[Run]) -> Figure | None:
     figure, (ax1, ax2) = _two_axes(STEP_AXIS_LABEL)
     ax1.set_ylabel("learning rate")
     ax2.set_ylabel("gradient norm")
-    for run, color in _runs_with_colors(runs):
+    for run, color in _color_runs(runs):
         ax1.plot(
             *curve_points(run.steps, "step", "lr"), color=color, label=_make_label(runs, run, "")
         )
@@ -96,7 +94,7 @@ def _plot_speed(runs: Sequence[Run]) -> Figure | None:
         ax2 = ax1
     ax1.set_ylabel("tokens per second")
     ax1.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    for run, color in _runs_with_colors(runs):
+    for run, color in _color_runs(runs):
         label = _make_label(runs, run, "")
         ax1.plot(*curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
         if has_mfu:
@@ -156,7 +154,7 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
         all_axes = (single_axes,)
     for axes, (label, used_key, limit_key) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
-        for run, color in _runs_with_colors(runs):
+        for run, color in _color_runs(runs):
             rows = _bin_maxima(run.steps, used_key)
             times = [_elapsed_s(run, row) / unit_s for row in rows]
             axes.plot(times, [row[used_key] / 2**30 for row in rows], color=color, lw=1.4,
@@ -196,9 +194,7 @@ def _mark_events(axes: Axes, run: Run, unit_s: float) -> None:
 
 def _plot_rank_work(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP_AXIS_LABEL, "seconds of a rank's own work")
-    pairs = [
-        (run, color) for run, color in _runs_with_colors(runs) if (run.start.get("size") or 1) > 1
-    ]
+    pairs = [(run, color) for run, color in _color_runs(runs) if (run.start.get("size") or 1) > 1]
     for run, color in pairs:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
         steps, slowest = curve_points(rows, "step", "most_work_s")
@@ -310,7 +306,7 @@ def _elapsed_s(run: Run, row: Record) -> float:
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
-def _runs_with_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def _color_runs(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
     colored_runs = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
     return ((run, color) for run, color in colored_runs if run.steps or run.evals)
@@ -376,7 +372,7 @@ def _has_data(axes: Axes) -> bool:
 # -- All starts of one run on one time axis: the loss, and below it the events.
 
 
-_LETTER_WIDTH, _LABEL_FONT_SIZE = 0.0125, 8  # of a start's label: share of the axis, font points
+_LETTER_WIDTH, _LABEL_SIZE = 0.0125, 8  # of a start's label: share of the axis, font points
 
 
 def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
@@ -438,9 +434,7 @@ def _draw_starts(ax1: Axes, ax2: Axes, run: Run, unit_s: float) -> None:
         for text in (", ".join(filter(None, (start_name, ranks, start.layout))), start_name,
                      str(start.number)):  # fmt: skip
             if len(text) * _LETTER_WIDTH * axis_width < width:
-                ax2.text(
-                    begin + width / 2, 0, text, size=_LABEL_FONT_SIZE, ha="center", va="center"
-                )
+                ax2.text(begin + width / 2, 0, text, size=_LABEL_SIZE, ha="center", va="center")
                 break
         if start.number > 1:
             wait_label = f"started again after {format_seconds(start.wait_s)}"
@@ -503,19 +497,17 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _heatmap_columns(
-    lines: Sequence[Record], num_ranks: int, ranks_per_row: int
-) -> list[list[float]]:
-    """Return a column per bin of steps: the slowest of every ``ranks_per_row`` ranks, or nan."""
+def _heatmap_columns(lines: Sequence[Record], num_ranks: int, per_row: int) -> list[list[float]]:
+    """Return a column per bin of steps: the slowest of every ``per_row`` ranks, or nan."""
     first, last = lines[0]["step"], lines[-1]["step"]
     num_columns = min(_MAX_HEATMAP_COLUMNS, len(lines))
-    nan, num_rows = float("nan"), -(-num_ranks // ranks_per_row)
+    nan, num_rows = float("nan"), -(-num_ranks // per_row)
     columns: list[list[float]] = [[] for _ in range(num_columns)]
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
         index = min(num_columns - 1, int(share * num_columns))
         values = divide_by_median(line["work_s"])
-        rows = [max(values[i : i + ranks_per_row]) for i in range(0, len(values), ranks_per_row)]
+        rows = [max(values[i : i + per_row]) for i in range(0, len(values), per_row)]
         rows += [nan] * (num_rows - len(rows))
         columns[index] = np.fmax(columns[index] or rows, rows).tolist()
     for index, column in enumerate(columns):  # after a resume, lines may be further apart
@@ -526,7 +518,7 @@ def _heatmap_columns(
 # -- Layer x expert: tokens of each expert of a mixture, relative to the mean of its layer.
 
 
-_MIN_EXPERT_SCALE_TOP, _MAX_EXPERT_SCALE_TOP = 2.0, 8.0  # bounds of the scale's top, in means
+_MIN_EXPERT_TOP, _MAX_EXPERT_TOP = 2.0, 8.0  # bounds of the scale's top, in means
 
 
 def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -544,9 +536,7 @@ def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
         aspect="auto",
         interpolation="none",
         cmap="RdBu_r",
-        norm=TwoSlopeNorm(
-            1.0, 0.0, min(_MAX_EXPERT_SCALE_TOP, max(_MIN_EXPERT_SCALE_TOP, highest))
-        ),
+        norm=TwoSlopeNorm(1.0, 0.0, min(_MAX_EXPERT_TOP, max(_MIN_EXPERT_TOP, highest))),
     )
     figure.colorbar(image, ax=axes, label="tokens, x the layer's mean", extend="max")
     axes.set_title(f"steps {line['since'] + 1:.0f} to {line['step']:.0f}", fontsize=10)
@@ -568,7 +558,7 @@ def _plot_two_metrics(runs: Sequence[Run], measures: dict[str, str]) -> Figure |
     figure, all_axes = _two_axes(STEP_AXIS_LABEL)
     for axes, (name, label) in zip(all_axes, measures.items(), strict=True):
         axes.set_ylabel(label)
-        for run, color in _runs_with_colors(runs):
+        for run, color in _color_runs(runs):
             curve = curve_points(run.steps, "step", f"preferences.{name}")
             axes.plot(*curve, color=color, lw=1.3, label=_make_label(runs, run, "training"))
             options = {"color": color, "label": _make_label(runs, run, "held-out")}

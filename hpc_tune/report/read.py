@@ -340,7 +340,7 @@ def build_run_from_records(
     ranks: Sequence[Record],
     experts: Sequence[Record],
 ) -> Run:
-    """Build the run at ``path`` from the rows that the readers of ``open_record_readers`` returned."""
+    """Build the run at ``path`` from the rows of the readers of ``open_record_readers``."""
     steps = [row for row in metrics_rows if "step" in row and "step_s" in row]
     evals = [row for row in metrics_rows if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]

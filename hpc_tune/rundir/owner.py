@@ -420,9 +420,9 @@ def _list_run_dirs(folder: Path) -> list[Path]:
 
 # -- A refused start leaves its run directory as it was, except for files that record the refusal.
 #
-# before   what is in the directory when the start begins
-# fail     removes what was added since: logs, settings, a small model; prepared data stays for the
-#          next start, as it may have taken hours
+# list_run_files     what is in the directory when the start begins
+# remove_new_files   removes what was added since: logs, settings, a small model; prepared data
+#                    stays for the next start, as it may have taken hours
 
 
 PREPARED_FOLDER = "data"

@@ -227,10 +227,10 @@ class Evaluation:
 
         kl = 0.0
         if self._has_labels:
-            mismatched_batch = (
+            mismatched_batches = (
                 b.mismatched_batch for b in batches() if b.mismatched_batch is not None
             )
-            kl = mean_kl(engine, mismatched_batch, self._comm)
+            kl = mean_kl(engine, mismatched_batches, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
         sums, loss_terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
         is_tokens = self._plan.num_sums == 1

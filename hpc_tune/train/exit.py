@@ -395,10 +395,6 @@ class MemoryShortageHandler:
         if self.governor is not None:
             advice, actions_taken = self.governor.advice(shortage), self.governor.actions_taken
         step = self._resume_point.step or 0
-        words = f"stopped before memory ran out while {self._comm.activity[0]}: {shortage.words}. {advice}"
-        return ResumableStop(
-            f"{shortage.words}. {advice}",
-            step,
-            memory_outcome_facts(shortage, actions_taken),
-            words,
-        )
+        reason = f"{shortage.words}. {advice}"
+        words = f"stopped before memory ran out while {self._comm.activity[0]}: {reason}"
+        return ResumableStop(reason, step, memory_outcome_facts(shortage, actions_taken), words)

@@ -1,7 +1,7 @@
 """The sources of a run's data, by name: data.path alone, or the sources of a mixture.
 
 settings -> SourceConfig, each with its own data section -> prepared, opened -> OpenSource
-OpenSource, the checkpoint's phases -> MixturePart -> MixturePhase (data/order.py) -> the run's rows
+OpenSource, the checkpoint's phases -> MixtureSource -> MixturePhase (data/order.py) -> rows
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import warn_of_truncated_documents
 from hpc_tune.data.order import (
     MixturePhase,
+    MixtureSource,
     SampleOrder,
     compute_progress,
     phases_from_json,
     rows_before,
     source_seed,
 )
-from hpc_tune.data.order import MixtureSource as MixturePart
 from hpc_tune.data.packed_rows import MixedRows, PackedRows, Rows, count_learned_tokens
 from hpc_tune.data.reading import SplitPart
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
@@ -151,7 +151,7 @@ def _mixture_parts(
     settings: Sequence[TrainingSource],
     sources: Sequence[OpenSource],
     rows_by_source: Mapping[str, PackedRows],
-) -> dict[str, MixturePart]:
+) -> dict[str, MixtureSource]:
     """Return each source's part in a phase, before any of its rows is consumed."""
     parts = {}
     for setting, source in zip(settings, sources, strict=True):
@@ -162,7 +162,7 @@ def _mixture_parts(
                     f"{store.path}: none of its tokens within data.seq_len={rows.seq_len} is "
                     "learned; raise data.seq_len, or prepare data with shorter prompts"
                 )
-        parts[source.name] = MixturePart(
+        parts[source.name] = MixtureSource(
             store.attributes.content,
             source.limit,
             rows.num_rows,
@@ -174,7 +174,7 @@ def _mixture_parts(
 
 
 def determine_phases(
-    saved_state: Mapping[str, Any] | None, parts: dict[str, MixturePart], new_mixture: bool
+    saved_state: Mapping[str, Any] | None, parts: dict[str, MixtureSource], new_mixture: bool
 ) -> list[MixturePhase]:
     """Return the phases of a run; the last one has ``parts``.
 
@@ -235,7 +235,7 @@ def describe_mixture_changes(saved_state: Mapping[str, Any], phases: Sequence[Mi
     )
 
 
-def _describe_data_change(saved_part: MixturePart, current_part: MixturePart) -> str:
+def _describe_data_change(saved_part: MixtureSource, current_part: MixtureSource) -> str:
     if saved_part.content != current_part.content:
         return "is not the data this run was trained on, or it was prepared in another way"
     if saved_part.limit != current_part.limit:
@@ -244,12 +244,12 @@ def _describe_data_change(saved_part: MixturePart, current_part: MixturePart) ->
     return ""
 
 
-def _newest_part_by_source(phases: Sequence[MixturePhase]) -> dict[str, MixturePart]:
+def _newest_part_by_source(phases: Sequence[MixturePhase]) -> dict[str, MixtureSource]:
     """Return every source that a run has had, as in its last phase with that source."""
     return {name: part for phase in phases for name, part in phase.parts.items()}
 
 
-def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePart]) -> list[str]:
+def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixtureSource]) -> list[str]:
     last, known_parts = phases[-1], _newest_part_by_source(phases)
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():

@@ -39,7 +39,7 @@ from hpc_tune.world.processes import is_alive, list_ancestors
 
 FAILURE_KEY = "failed"  # the subject in the store that tells which rank has reported first
 # Seen by all ranks of a host, and in memory, so that access cannot hang.
-_MARK_FOLDER, _REPORT_MARKER_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
+_REPORT_MARKER_FOLDER, _REPORT_MARKER_PREFIX = Path("/dev/shm"), "hpc_tune-reported-"
 _MAX_REPORT_MARKER_AGE_S = 600.0  # far more than passes between the ends of two ranks
 _MAX_REASON_CHARS, _MAX_NAMED_RANKS = 300, 8  # per line: characters, and ranks or hosts
 # How gloo, the store and NCCL say that another rank, or the path to it, is gone.
@@ -326,7 +326,7 @@ def announce_exit(comm: Comm | None, exit_code: int) -> None:
 
 
 def _report_marker_path(comm: Comm) -> Path:
-    return _MARK_FOLDER / f"{_REPORT_MARKER_PREFIX}{comm.nonce}-{comm.world.node}"
+    return _REPORT_MARKER_FOLDER / f"{_REPORT_MARKER_PREFIX}{comm.nonce}-{comm.world.node}"
 
 
 def _write_report_marker(comm: Comm) -> None:
@@ -336,7 +336,7 @@ def _write_report_marker(comm: Comm) -> None:
     """
     with contextlib.suppress(OSError):
         _report_marker_path(comm).touch()
-        for old in _MARK_FOLDER.glob(f"{_REPORT_MARKER_PREFIX}*"):
+        for old in _REPORT_MARKER_FOLDER.glob(f"{_REPORT_MARKER_PREFIX}*"):
             with contextlib.suppress(OSError):  # another user's
                 if time.time() - old.stat().st_mtime > _MAX_REPORT_MARKER_AGE_S:
                     old.unlink()

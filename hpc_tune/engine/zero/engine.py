@@ -42,9 +42,9 @@ from hpc_tune.engine.base import (
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.context_parallel import (
     make_context_group,
-    make_row_sharing,
     parallelize_attention,
     shard_batches,
+    share_rows,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.row_pieces import PiecewiseMlps
@@ -147,7 +147,7 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._shared_rows = make_row_sharing(
+        self._shared_rows = share_rows(
             make_context_group(settings.layout, device), self._collectives, settings, built.dtype
         )
         self._step_sums, self._step_terms = torch.zeros(1), 1.0

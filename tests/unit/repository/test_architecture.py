@@ -177,7 +177,7 @@ def test_every_owner_imports_what_it_owns(third_party):
     [
         ("= choose_layout(", "plan/resolve.py"),
         ("-global_rows // ", "step/layout.py"),
-        ("2 * (ranks - 1)", "step/layout.py"),
+        ("2 * (num_ranks - 1)", "step/layout.py"),
         ("balance_stages(", "step/layout.py"),
         ("self.size.trained_itemsize", "step/plan.py"),
         ("989e12", "plan/hardware.py"),

@@ -40,7 +40,7 @@ def left(monkeypatch):
 @pytest.fixture(autouse=True)
 def marks(tmp_path_factory, monkeypatch):
     """Keep the marks that ranks leave for others of their host in a folder of the test."""
-    monkeypatch.setattr(failure, "_MARK_FOLDER", tmp_path_factory.mktemp("marks"))
+    monkeypatch.setattr(failure, "_REPORT_MARKER_FOLDER", tmp_path_factory.mktemp("marks"))
 
 
 def comm_of(rank, doing="training step 8", step=7):

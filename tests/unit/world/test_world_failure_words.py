@@ -129,7 +129,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from hpc_tune.world import failure
 
-failure._MARK_FOLDER = Path(sys.argv[1])
+failure._REPORT_MARKER_FOLDER = Path(sys.argv[1])
 nonce, node, reports = sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 comm = SimpleNamespace(nonce=nonce, watch=None, world=SimpleNamespace(size=4, node=node))
 print(failure._is_first_on_host(comm))
