@@ -56,7 +56,7 @@ def test_a_compiler_at_work_is_waited_for(tmp_path):
     part.touch()
 
     waiting = threading.Thread(
-        target=wait_for_compiler, args=(lock,), kwargs={"every_s": 0.05}, daemon=True
+        target=wait_for_compiler, args=(lock,), kwargs={"poll_interval_s": 0.05}, daemon=True
     )
     waiting.start()
     waiting.join(0.3)
@@ -73,7 +73,7 @@ def test_a_lock_that_nobody_writes_beside_ends_the_wait(tmp_path):
     waiting = threading.Thread(
         target=wait_for_compiler,
         args=(lock,),
-        kwargs={"dead_after_s": 0.4, "every_s": 0.05},
+        kwargs={"dead_after_s": 0.4, "poll_interval_s": 0.05},
         daemon=True,
     )
     waiting.start()

@@ -71,7 +71,7 @@ def test_under_nohup_a_hangup_stays_ignored():
 TERMINAL = """
 import time
 from hpc_tune.world.stop import StopFlag
-flag = StopFlag(is_first=True, environ={})
+flag = StopFlag(is_rank_0=True, environ={})
 flag.install()
 print("ready", flush=True)
 while flag.reason() is None:
