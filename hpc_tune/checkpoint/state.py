@@ -34,7 +34,7 @@ class Evals:
     last: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
     since_best: int = 0
-    chosen: facts.Streak = ()
+    chosen: facts.FallingLogProbs = ()
 
     def with_eval(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
         """Return the record with one more evaluation; a non-finite loss is never the best.

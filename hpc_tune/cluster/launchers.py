@@ -18,10 +18,10 @@ from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
     TORCH_VARIABLES,
-    Claim,
     Environ,
     Launcher,
-    read_claim,
+    LaunchInfo,
+    read_launch_info,
 )
 from hpc_tune.cluster.slurm import STEP_NUM_TASKS_VARIABLE, is_srun_step
 from hpc_tune.errors import WorldError
@@ -35,11 +35,11 @@ OPENMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 OPENMPI_YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-def _read_openmpi_claim(environ: Environ) -> Claim | None:
+def _read_openmpi_info(environ: Environ) -> LaunchInfo | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the index of the node.
-    return read_claim(
+    return read_launch_info(
         environ,
         OPENMPI_NAME,
         LIBMPI_OF_OPEN_MPI,
@@ -50,11 +50,11 @@ def _read_openmpi_claim(environ: Environ) -> Claim | None:
     )
 
 
-def _read_prun_claim(environ: Environ) -> Claim | None:
+def _read_prun_info(environ: Environ) -> LaunchInfo | None:
     """PMIX_RANK is all that prun sets; srun sets it too."""
     if "PMIX_RANK" not in environ or is_srun_step(environ):
         return None
-    return read_claim(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
+    return read_launch_info(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
 
 
 def _is_unusable_under_openmpi(library_version: str) -> bool:
@@ -64,14 +64,14 @@ def _is_unusable_under_openmpi(library_version: str) -> bool:
 
 
 OPENMPI = Launcher(
-    _read_openmpi_claim,
+    _read_openmpi_info,
     variable_prefixes=("OMPI_", "PMIX_", "PRTE_"),
     process_prefixes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
     library_folder_variable="OMPI_LIBDIR_LOC",
     cannot_run_mpi=_is_unusable_under_openmpi,
 )
 PRUN = Launcher(
-    _read_prun_claim, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
+    _read_prun_info, variable_prefixes=("PMIX_", "PRTE_"), process_prefixes=("prterun", "prted")
 )
 
 
@@ -95,14 +95,14 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     return f"{GPU_AWARE_VARIABLE}=0 instead of {old_value}: MPI sends nothing from GPUs here"
 
 
-def _read_hydra_claim(environ: Environ) -> Claim | None:
+def _read_hydra_info(environ: Environ) -> LaunchInfo | None:
     # If srun started the proxies, the step's variables describe these; srun sets PMI_RANK too.
     if "PMI_RANK" not in environ:
         return None
     if "MPI_LOCALNRANKS" not in environ and is_srun_step(environ):
         return None
     is_intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environ)
-    return read_claim(
+    return read_launch_info(
         environ,
         "intelmpi" if is_intel else "mpich",
         LIBMPI_OF_MPICH,
@@ -113,10 +113,10 @@ def _read_hydra_claim(environ: Environ) -> Claim | None:
     )
 
 
-def _read_mvapich_claim(environ: Environ) -> Claim | None:
+def _read_mvapich_info(environ: Environ) -> LaunchInfo | None:
     if "MV2_COMM_WORLD_SIZE" not in environ:
         return None
-    return read_claim(
+    return read_launch_info(
         environ,
         "mvapich",
         LIBMPI_OF_MPICH,
@@ -129,12 +129,12 @@ def _read_mvapich_claim(environ: Environ) -> Claim | None:
 
 _HYDRA_PROCESSES = ("mpirun", "mpiexec", "hydra")
 HYDRA = Launcher(
-    _read_hydra_claim,
+    _read_hydra_info,
     variable_prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"),
     process_prefixes=_HYDRA_PROCESSES,
 )
 MVAPICH = Launcher(
-    _read_mvapich_claim, variable_prefixes=("MV2_",), process_prefixes=_HYDRA_PROCESSES
+    _read_mvapich_info, variable_prefixes=("MV2_",), process_prefixes=_HYDRA_PROCESSES
 )
 
 
@@ -144,20 +144,20 @@ MVAPICH = Launcher(
 # shells (https://flux-framework.readthedocs.io/projects/flux-core/, flux-environment(7)).
 
 
-def _read_flux_claim(environ: Environ) -> Claim | None:
+def _read_flux_info(environ: Environ) -> LaunchInfo | None:
     if "FLUX_TASK_RANK" not in environ:
         return None
     # Flux's own PMI is that of MPICH and Cray MPICH; -o pmi=pmix is for Open MPI.
     libmpi = LIBMPI_OF_OPEN_MPI if "PMIX_RANK" in environ else LIBMPI_OF_MPICH
     names = {"rank": "FLUX_TASK_RANK", "size": "FLUX_JOB_SIZE", "num_nodes": "FLUX_JOB_NNODES"}
-    return read_claim(environ, "flux", libmpi, **names, local_rank="FLUX_TASK_LOCAL_ID")
+    return read_launch_info(environ, "flux", libmpi, **names, local_rank="FLUX_TASK_LOCAL_ID")
 
 
-def _read_jsrun_claim(environ: Environ) -> Claim | None:
+def _read_jsrun_info(environ: Environ) -> LaunchInfo | None:
     if "JSM_NAMESPACE_RANK" not in environ:
         return None
     names = ("rank", "size", "local_rank", "local_size")
-    return read_claim(
+    return read_launch_info(
         environ,
         "jsrun",
         "libmpi_ibm.so.3",
@@ -166,23 +166,23 @@ def _read_jsrun_claim(environ: Environ) -> Claim | None:
 
 
 FLUX = Launcher(
-    _read_flux_claim,
+    _read_flux_info,
     variable_prefixes=("FLUX_",),
     process_prefixes=("flux-shell", "flux-broker"),
     advice="With Open MPI, start with flux run -o pmi=pmix.",
 )
-JSRUN = Launcher(_read_jsrun_claim, variable_prefixes=("JSM_",), process_prefixes=("jsrun", "jsmd"))
+JSRUN = Launcher(_read_jsrun_info, variable_prefixes=("JSM_",), process_prefixes=("jsrun", "jsmd"))
 
 
 # -- PALS, the launcher of HPE Cray systems.
 
 
-def _read_pals_claim(environ: Environ) -> Claim | None:
+def _read_pals_info(environ: Environ) -> LaunchInfo | None:
     if "PALS_RANKID" not in environ:
         return None
     # srun --mpi=cray_shasta sets the rank but not the size.
     is_srun = "PMI_SIZE" not in environ and is_srun_step(environ)
-    return read_claim(
+    return read_launch_info(
         environ,
         "pals",
         LIBMPI_OF_MPICH,
@@ -193,7 +193,7 @@ def _read_pals_claim(environ: Environ) -> Claim | None:
     )
 
 
-PALS = Launcher(_read_pals_claim, variable_prefixes=("PALS_",), process_prefixes=("pals",))
+PALS = Launcher(_read_pals_info, variable_prefixes=("PALS_",), process_prefixes=("pals",))
 
 
 # -- torchrun, which runs a store for its ranks and pins none of them.
@@ -202,10 +202,10 @@ PALS = Launcher(_read_pals_claim, variable_prefixes=("PALS_",), process_prefixes
 _NODE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
-def _read_torchrun_claim(environ: Environ) -> Claim | None:
+def _read_torchrun_info(environ: Environ) -> LaunchInfo | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    return read_claim(
+    return read_launch_info(
         environ,
         "torchrun",
         rank="RANK",
@@ -218,7 +218,7 @@ def _read_torchrun_claim(environ: Environ) -> Claim | None:
 
 
 TORCHRUN = Launcher(
-    _read_torchrun_claim,
+    _read_torchrun_info,
     variable_prefixes=("TORCHELASTIC_", *TORCH_VARIABLES, *_NODE_VARIABLES),
     has_store=True,
 )
@@ -247,7 +247,7 @@ def check_torchrun_master(environ: Environ) -> None:
 # -- Which launcher has started this process.
 
 
-# The first that claims the process is its launcher, so inner launchers come first: torchrun runs
+# The first that recognizes the process is its launcher, so inner launchers come first: torchrun runs
 # under srun, mpirun under sbatch or over daemons that srun has started.
 LAUNCHERS = (
     TORCHRUN,
@@ -266,25 +266,25 @@ VARIABLE_PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launche
 PROCESS_PREFIXES = tuple(name for launcher in LAUNCHERS for name in launcher.process_prefixes)
 
 
-def find_launcher(environ: Environ) -> tuple[Launcher, Claim]:
-    """Return the launcher of this process and what its variables claim (pure).
+def find_launcher(environ: Environ) -> tuple[Launcher, LaunchInfo]:
+    """Return the launcher of this process and what its variables say (pure).
 
     Raises:
         WorldError: if they are invalid.
     """
-    claims = ((launcher, launcher.claim(environ)) for launcher in LAUNCHERS)
-    return next((launcher, claim) for launcher, claim in claims if claim is not None)
+    infos = ((launcher, launcher.read_info(environ)) for launcher in LAUNCHERS)
+    return next((launcher, info) for launcher, info in infos if info is not None)
 
 
-def find_claim(environ: Environ) -> Claim:
-    """Return what the launcher's variables claim (pure)."""
+def find_launch_info(environ: Environ) -> LaunchInfo:
+    """Return what the launcher's variables say (pure)."""
     return find_launcher(environ)[1]
 
 
 def rank_hint(environ: Environ = os.environ) -> int:
     """Return this process's rank from the launcher's variables alone, 0 if they are invalid."""
     try:
-        return find_claim(environ).rank or 0
+        return find_launch_info(environ).rank or 0
     except WorldError:
         return 0
 
@@ -292,7 +292,7 @@ def rank_hint(environ: Environ = os.environ) -> int:
 def world_size_hint(environ: Environ = os.environ) -> int:
     """Return the number of ranks from the launcher's variables alone, 1 if they do not say."""
     try:
-        return find_claim(environ).size or 1
+        return find_launch_info(environ).size or 1
     except WorldError:
         return 1
 

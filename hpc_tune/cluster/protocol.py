@@ -1,6 +1,6 @@
 """The interface of a launcher and of a scheduler, which the files of this package implement.
 
-    environment -> Launcher.claim -> Claim, if this launcher has started the process
+    environment -> Launcher.read_info -> LaunchInfo, if this launcher has started the process
     environment -> Scheduler.job_id -> the id of the job, if this scheduler runs it
 
 Each implementation sets the fields that apply to it and keeps the defaults of the others.
@@ -20,7 +20,7 @@ LIBMPI_OF_OPEN_MPI, LIBMPI_OF_MPICH = "libmpi.so.40", "libmpi.so.12"
 
 
 @dataclass(frozen=True)
-class Claim:
+class LaunchInfo:
     """What the launcher's variables say; ``None`` where they say nothing.
 
     ``libmpi`` is the file of the MPI library that the ranks use, ``None`` if they use none.
@@ -65,27 +65,28 @@ def _return_none(_argument: object) -> None:
 class Launcher:
     """What starts the ranks, and the variables that it sets for them.
 
-    ``claim`` is pure and returns ``None`` unless this launcher has started the process. The names
-    of its variables begin with one of ``variable_prefixes``, the names of its own processes with
-    one of ``process_prefixes``.
+    ``read_info`` is pure and returns ``None`` unless this launcher has started the process. The
+    names of its variables begin with one of ``variable_prefixes``, the names of its own processes
+    with one of ``process_prefixes``.
 
     Ranks that use MPI: ``library_folder_variable`` is the variable that names the folder of the MPI
     library. ``cannot_run_mpi`` tells from a library's version string whether MPI_Init would end the
     rank. ``advice`` ends the error of ranks that have loaded another MPI.
 
     Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
-    ``rendezvous_endpoint``. ``claim_without_mpi`` is for ranks that could use MPI but lack mpi4py.
+    ``rendezvous_endpoint``. ``read_info_without_mpi`` is for ranks that could use MPI but lack
+    mpi4py.
     """
 
-    claim: Callable[[Environ], Claim | None]
+    read_info: Callable[[Environ], LaunchInfo | None]
     variable_prefixes: tuple[str, ...] = ()
     process_prefixes: tuple[str, ...] = ()
     library_folder_variable: str | None = None
     cannot_run_mpi: Callable[[str], bool] = _return_false
     advice: str = ""
     has_store: bool = False
-    rendezvous_endpoint: Callable[[Environ, Claim], RendezvousEndpoint] | None = None
-    claim_without_mpi: Callable[[Environ], Claim] | None = None
+    rendezvous_endpoint: Callable[[Environ, LaunchInfo], RendezvousEndpoint] | None = None
+    read_info_without_mpi: Callable[[Environ], LaunchInfo] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,10 @@ class Scheduler:
     ask_energy: Callable[[Sequence[tuple[str, float]]], list[JobEnergy]] | None = None
 
 
-def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **names: str) -> Claim:
-    """Return the claim whose fields are in the variables ``names``.
+def read_launch_info(
+    environ: Environ, launcher: str, libmpi: str | None = None, **names: str
+) -> LaunchInfo:
+    """Return the information whose fields are in the variables ``names``.
 
     Raises:
         WorldError: if one is not a number, or the rank is not below the size.
@@ -152,7 +155,7 @@ def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **nam
             f"{names['rank']}={values['rank']} is not below {names['size']}={values['size']}; "
             f"unset these variables or start through {launcher} again"
         )
-    return Claim(launcher, libmpi, **values)
+    return LaunchInfo(launcher, libmpi, **values)
 
 
 # -- Ranks that have torch's own variables and nothing else, and a single process.
@@ -162,15 +165,15 @@ def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **nam
 
 UNKNOWN_LAUNCHER = "an unknown launcher"
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SINGLE_CLAIM = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
+_SINGLE_INFO = LaunchInfo("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
 
 
-def _claim_without_nodes(environ: Environ) -> Claim | None:
-    """Return a claim without nodes: such launchers have different variables for them, or none."""
+def _read_info_without_nodes(environ: Environ) -> LaunchInfo | None:
+    """Return the information without nodes: such launchers have different variables for them, or none."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
-    claim = read_claim(environ, UNKNOWN_LAUNCHER, rank="RANK", size="WORLD_SIZE")
-    if claim.size == 1 and claim.rank in (0, None):
+    info = read_launch_info(environ, UNKNOWN_LAUNCHER, rank="RANK", size="WORLD_SIZE")
+    if info.size == 1 and info.rank in (0, None):
         return None
     if missing := [name for name in TORCH_VARIABLES if not environ.get(name)]:
         assignments = ", ".join(
@@ -183,21 +186,21 @@ def _claim_without_nodes(environ: Environ) -> Claim | None:
         )
     if not re.fullmatch(r"[0-9]{1,5}", environ["MASTER_PORT"]):
         raise WorldError(f"MASTER_PORT={environ['MASTER_PORT']!r} is not a port number")
-    return claim
+    return info
 
 
-def _find_rendezvous_endpoint(environ: Environ, claim: Claim) -> RendezvousEndpoint:
+def _find_rendezvous_endpoint(environ: Environ, info: LaunchInfo) -> RendezvousEndpoint:
     port = int(environ["MASTER_PORT"])
     # The token leaves out the address, which is often localhost for rank 0.
-    return RendezvousEndpoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
+    return RendezvousEndpoint([environ["MASTER_ADDR"]], f"{info.size} ranks at {port}", [port])
 
 
 TORCH_VARIABLES_LAUNCHER = Launcher(
-    _claim_without_nodes,
+    _read_info_without_nodes,
     variable_prefixes=TORCH_VARIABLES,
     rendezvous_endpoint=_find_rendezvous_endpoint,
 )
-SINGLE_PROCESS = Launcher(lambda environ: _SINGLE_CLAIM)
+SINGLE_PROCESS = Launcher(lambda environ: _SINGLE_INFO)
 
 
 # -- What a scheduler's programs answer.

@@ -1,6 +1,6 @@
 """Slurm: SRUN is its launcher, SLURM its scheduler; ``submit`` gives it a batch script.
 
-variables of a step -> SRUN: the claim of a rank, where ranks without MPI meet
+variables of a step -> SRUN: the launch information of a rank, where ranks without MPI meet
 variables of a job, scontrol -> SLURM: its end, what it was granted, how it is requeued
 slurm settings -> render (pure) -> submission.py
 """
@@ -21,13 +21,13 @@ from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
     TORCH_VARIABLES,
-    Claim,
     Environ,
     JobEnergy,
     Launcher,
+    LaunchInfo,
     RendezvousEndpoint,
     Scheduler,
-    read_claim,
+    read_launch_info,
     read_output,
 )
 from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
@@ -164,31 +164,31 @@ def is_srun_step(environ: Environ) -> bool:
     )
 
 
-def _read_slurm_claim(environ: Environ) -> Claim | None:
+def _read_slurm_info(environ: Environ) -> LaunchInfo | None:
     if not is_srun_step(environ):
         return None
-    claim = _claim_without_mpi(environ)
+    info = _read_info_without_mpi(environ)
     # A task may start ranks itself, as deepspeed's launcher does on each node.
     sets_all = all(name in environ for name in (*TORCH_VARIABLES, "LOCAL_RANK"))
-    if sets_all and environ["WORLD_SIZE"] != str(claim.size):
+    if sets_all and environ["WORLD_SIZE"] != str(info.size):
         return None
     # One task is often an interactive shell (srun --pty bash), whose PMI server serves one MPI_Init
     # only.
-    if claim.size == 1:
-        return claim
+    if info.size == 1:
+        return info
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm"):
-        return replace(claim, launcher="srun-pmix", libmpi=LIBMPI_OF_OPEN_MPI)
+        return replace(info, launcher="srun-pmix", libmpi=LIBMPI_OF_OPEN_MPI)
     if "PMI_RANK" in environ:
-        return replace(claim, launcher="srun-pmi2", libmpi=LIBMPI_OF_MPICH)
-    return claim
+        return replace(info, launcher="srun-pmi2", libmpi=LIBMPI_OF_MPICH)
+    return info
 
 
-def _claim_without_mpi(environ: Environ) -> Claim:
+def _read_info_without_mpi(environ: Environ) -> LaunchInfo:
     # SLURM_NTASKS can be the job's; the step's own count is right where both exist.
     def first_set_variable(*names: str) -> str:
         return next((name for name in names if name in environ), names[0])
 
-    claim = read_claim(
+    info = read_launch_info(
         environ,
         "slurm",
         rank="SLURM_PROCID",
@@ -199,9 +199,9 @@ def _claim_without_mpi(environ: Environ) -> Claim:
     )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts = _expand_run_lengths(tasks)
-    if claim.node is not None and claim.node < len(counts):
-        return replace(claim, local_size=counts[claim.node])
-    return replace(claim, local_size=claim.size if claim.num_nodes == 1 else None)
+    if info.node is not None and info.node < len(counts):
+        return replace(info, local_size=counts[info.node])
+    return replace(info, local_size=info.size if info.num_nodes == 1 else None)
 
 
 def _expand_run_lengths(text: str) -> list[int]:
@@ -215,12 +215,12 @@ def _expand_run_lengths(text: str) -> list[int]:
     return counts
 
 
-def _find_rendezvous_endpoint(environ: Environ, claim: Claim) -> RendezvousEndpoint:
+def _find_rendezvous_endpoint(environ: Environ, info: LaunchInfo) -> RendezvousEndpoint:
     """Return the first node of the step, and a token that only this start of this step knows."""
     hosts = expand_nodelist(
         environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
-    several_nodes = (claim.num_nodes or 1) > 1
+    several_nodes = (info.num_nodes or 1) > 1
     addresses = hosts[:1] if several_nodes else ["127.0.0.1", "::1"]
     # srun often runs on the allocation's first node, which helps where node names do not resolve.
     if several_nodes and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
@@ -257,13 +257,13 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 SRUN = Launcher(
-    _read_slurm_claim,
+    _read_slurm_info,
     variable_prefixes=("SLURM_",),
     process_prefixes=("slurmstepd",),
     advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
     "then) may be all it needs.",
     rendezvous_endpoint=_find_rendezvous_endpoint,
-    claim_without_mpi=_claim_without_mpi,
+    read_info_without_mpi=_read_info_without_mpi,
 )
 
 
@@ -486,7 +486,7 @@ def _explain_unhealthy_state(state: str) -> str:
 # it as Slurm would without --no-kill.
 
 
-GUARD_CHECK_EVERY_S = 60
+GUARD_CHECK_INTERVAL_S = 60
 # A job that its user has ended is left alone: its state has another reason.
 _GUARD_SCRIPT = """\
 first=$1 job=$2
@@ -538,7 +538,7 @@ class RequeueGuard:
             GUARD_STEP_NAME,
             self._first_node,
             self._job_id,
-            str(GUARD_CHECK_EVERY_S),
+            str(GUARD_CHECK_INTERVAL_S),
         ]
         try:
             self._child = subprocess.Popen(

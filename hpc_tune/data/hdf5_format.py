@@ -443,10 +443,10 @@ class TokenStore:
             )
 
 
-def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[TokensAndMask]:
-    """Split a document into its sides, the first of ``border`` tokens: two, or one alone."""
-    sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
-    return sides if border < len(tokens) else sides[:1]
+def split_sides(tokens: np.ndarray, mask: np.ndarray, len_first: int) -> list[TokensAndMask]:
+    """Split a document into its sides, the first of ``len_first`` tokens: two, or one alone."""
+    sides = [(tokens[:len_first], mask[:len_first]), (tokens[len_first:], mask[len_first:])]
+    return sides if len_first < len(tokens) else sides[:1]
 
 
 def compute_packed_lengths(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:

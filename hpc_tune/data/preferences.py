@@ -252,11 +252,11 @@ def has_label(record: dict[str, Any]) -> bool:
     return any(record.get(name) is not None for name in LABEL_FIELDS)
 
 
-def replace_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
-    """Return ``example`` with all messages of ``other``'s answer in place of its own."""
-    if isinstance(example, Completion) and isinstance(other, Completion):
-        return replace(example, completion=other.completion)
-    chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
+def replace_answer(example: Chat | Completion, source: Chat | Completion) -> Chat | Completion:
+    """Return ``example`` with all messages of ``source``'s answer in place of its own."""
+    if isinstance(example, Completion) and isinstance(source, Completion):
+        return replace(example, completion=source.completion)
+    chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, source))
     begin, others_begin = find_first_learned_answer(chat), find_first_learned_answer(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}

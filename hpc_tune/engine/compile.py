@@ -195,15 +195,15 @@ def _compile_forward(forward: Forward) -> Forward:
     def forward_within_documents(
         self: nn.Module,
         starts_N: torch.Tensor | None,
-        longest_L: torch.Tensor | None,
+        max_length_L: torch.Tensor | None,
         hidden_BTD: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if starts_N is None or longest_L is None:
+        if starts_N is None or max_length_L is None:
             return forward(self, hidden_BTD, *args, **kwargs)
         num_rows, num_tokens, _ = hidden_BTD.shape
-        starts = DocumentStarts(starts_N, num_rows, num_tokens, longest_L.shape[0])
+        starts = DocumentStarts(starts_N, num_rows, num_tokens, max_length_L.shape[0])
         with batch_context.use_batch(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 

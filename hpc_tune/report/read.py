@@ -236,13 +236,13 @@ class Run:
         at_s, step = changes[-1]["time"], changes[-1].get("step", float("inf"))
         return [r for r in self.evals if r.get("time", 0.0) > at_s or r["step"] > step]
 
-    def elapsed_s(self, at_s: float) -> float:
+    def elapsed_s(self, time_s: float) -> float:
         """Return how many seconds the run had been running at a time, without waits in a queue."""
-        index = self.start_index_at(at_s)
+        index = self.start_index_at(time_s)
         if index < 0:
             return 0.0
         segment = self.segments[index]
-        return segment.prior_running_s + min(at_s, segment.end_s) - segment.begin_s
+        return segment.prior_running_s + min(time_s, segment.end_s) - segment.begin_s
 
     def start_index_at(self, at_s: float) -> int:
         """Return the index, from 0, of the newest start at a time; -1 before the first start."""

@@ -237,17 +237,17 @@ def _read_rows(path: Path) -> Iterator[JsonRow]:
 
 
 MIN_LOG_PROB_FALLS = 3
-Streak = tuple[float, ...]
+FallingLogProbs = tuple[float, ...]
 
 
-def extend_falling_streak(streak: Streak, log_prob: float) -> Streak:
+def extend_falling_streak(streak: FallingLogProbs, log_prob: float) -> FallingLogProbs:
     """Extend the streak of evaluations, each with a lower log-probability than the one before."""
     if not math.isfinite(log_prob):
         return ()
     return (*streak, log_prob) if streak and log_prob < streak[-1] else (log_prob,)
 
 
-def likelihood_displacement_warning(streak: Streak) -> str | None:
+def likelihood_displacement_warning(streak: FallingLogProbs) -> str | None:
     """Return a warning if log-probabilities fell ``MIN_LOG_PROB_FALLS`` times in a row."""
     falls = len(streak) - 1
     if falls < MIN_LOG_PROB_FALLS:
@@ -260,10 +260,10 @@ def likelihood_displacement_warning(streak: Streak) -> str | None:
     )
 
 
-def longest_falling_streak(log_probs: Sequence[float]) -> Streak:
+def longest_falling_streak(log_probs: Sequence[float]) -> FallingLogProbs:
     """Return the longest streak of a run's evaluations; of equally long ones, the newest."""
-    best: Streak = ()
-    streak: Streak = ()
+    best: FallingLogProbs = ()
+    streak: FallingLogProbs = ()
     for log_prob in log_probs:
         streak = extend_falling_streak(streak, log_prob)
         best = streak if len(streak) >= len(best) else best

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.cluster.launchers import find_launcher
-from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Launcher, LaunchInfo
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import EXIT_FAILED, WorldError
 from hpc_tune.log import log
@@ -94,17 +94,17 @@ def bootstrap(
     """
     end_world_on_uncaught_error(None)
     processes.require_min_files(files := processes.raise_file_limit())
-    launcher, claim = find_launcher(os.environ)
+    launcher, info = find_launcher(os.environ)
     label = rank_label(None)
     # An unknown launcher may end before its ranks, as ssh does.
-    if claim.launcher not in ("single", UNKNOWN_LAUNCHER):
+    if info.launcher not in ("single", UNKNOWN_LAUNCHER):
         watch_launcher(label)
-    limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)
+    limit_s = liveness.start_limit_s(settings.start_timeout, info.size or 1)
     with time_limit("all ranks to start", limit_s, _START_HINT, label):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form with too few files
             _log_warnings([processes.file_shortage_warning(files, world.size)])
-        channel = _open_channel(world, mpi_comm, launcher, claim, settings)
+        channel = _open_channel(world, mpi_comm, launcher, info, settings)
         world = _fill_in_nodes(world, channel)
         cores = _gather_core_masks(world, channel)
         share, threads, note = _set_cores(world, cores, settings)
@@ -115,7 +115,7 @@ def bootstrap(
         store, address, nonce, store_warning = _open_store(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
         device, warning, gpu_nodes = _choose_device(
-            world, exchange, settings, claim, refuses_unused_gpus
+            world, exchange, settings, info, refuses_unused_gpus
         )
         exchange.close()
         if gpu_nodes:
@@ -249,7 +249,7 @@ def _set_torch_threads(threads: int) -> None:
 
 
 def _open_channel(
-    world: World, mpi_comm: Any, launcher: Launcher, claim: Claim, settings: RunSettings
+    world: World, mpi_comm: Any, launcher: Launcher, info: LaunchInfo, settings: RunSettings
 ) -> Channel | None:
     """Return the channel that ranks use before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
@@ -259,8 +259,8 @@ def _open_channel(
     if world.size == 1:
         return SoloChannel()
     if launcher.rendezvous_endpoint is None:
-        raise WorldError(f"{claim.launcher} starts several ranks, but without MPI they cannot meet")
-    point = launcher.rendezvous_endpoint(os.environ, claim)
+        raise WorldError(f"{info.launcher} starts several ranks, but without MPI they cannot meet")
+    point = launcher.rendezvous_endpoint(os.environ, info)
     limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
 
@@ -312,7 +312,7 @@ def _choose_device(
     world: World,
     channel: Channel,
     settings: RunSettings,
-    claim: Claim,
+    info: LaunchInfo,
     refuses_unused_gpus: bool = True,
 ) -> "tuple[torch.device, str | None, list[affinity.NumaNode | None]]":
     """Return this rank's device, a warning if any, and the NUMA nodes of the node's ranks' GPUs.
@@ -326,7 +326,7 @@ def _choose_device(
         request = "cpu"
     device, report = pick_device(request, world, visible_gpus)
     reports = [DeviceReport.from_json(row) for row in channel.all_gather(asdict(report))]
-    warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
+    warning = check_devices(reports, info.launcher != "single") or hidden_gpus_warning(reports)
     nodes = numa_nodes_by_rank(visible_gpus) if device.type == "cuda" else []
     gpu_nodes = [
         None if n is None else affinity.NumaNode(n, read_numa_node_cpus(SYS, n)) for n in nodes

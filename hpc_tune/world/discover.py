@@ -22,7 +22,7 @@ from hpc_tune.cluster.launchers import (
     disable_gpu_aware_mpi,
     find_launcher,
 )
-from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN_LAUNCHER, Launcher, LaunchInfo
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
 
@@ -118,14 +118,14 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         WorldError: if the launcher's variables are invalid or incomplete, MPI does not fit the
             launcher, or the ranks use MPI and mpi4py cannot be loaded.
     """
-    launcher, claim = find_launcher(environ)
-    if claim.launcher == UNKNOWN_LAUNCHER:
-        rank, size = claim.rank or 0, claim.size or 1
+    launcher, info = find_launcher(environ)
+    if info.launcher == UNKNOWN_LAUNCHER:
+        rank, size = info.rank or 0, info.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN_LAUNCHER), None
     if (message := disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", message)
-    if not claim.uses_mpi:
-        return _world_from_claim(launcher, claim, environ), None
+    if not info.uses_mpi:
+        return _world_from_launch_info(launcher, info, environ), None
     os.environ.setdefault(*OPENMPI_YIELD_WHEN_IDLE)
     try:
         import mpi4py
@@ -134,75 +134,79 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if launcher.claim_without_mpi is not None:
-            return _world_from_claim(launcher, launcher.claim_without_mpi(environ), environ), None
+        if launcher.read_info_without_mpi is not None:
+            return _world_from_launch_info(
+                launcher, launcher.read_info_without_mpi(environ), environ
+            ), None
         raise WorldError(
-            f"started by {claim.launcher} as rank {claim.rank} of {claim.size}, but mpi4py cannot "
+            f"started by {info.launcher} as rank {info.rank} of {info.size}, but mpi4py cannot "
             f"be loaded ({first_line(error)}); install it against this MPI: load the MPI's "
-            f"module, then pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}"
+            f"module, then pip install --no-binary=mpi4py mpi4py{_libmpi_hint(info, environ)}"
         ) from error
     library = MPI.Get_library_version()
     if launcher.cannot_run_mpi(library):
-        raise _wrong_mpi_error(launcher, claim, "this library cannot start", library, environ)
+        raise _wrong_mpi_error(launcher, info, "this library cannot start", library, environ)
     if not MPI.Is_initialized():
         MPI.Init_thread()
     mpi_comm = MPI.COMM_WORLD
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
-    if claim.size not in (None, size) or claim.rank not in (None, rank):
+    if info.size not in (None, size) or info.rank not in (None, rank):
         problem = f"MPI says rank {rank} of {size}"
-        raise _wrong_mpi_error(launcher, claim, problem, library, environ)
+        raise _wrong_mpi_error(launcher, info, problem, library, environ)
     node_comm = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
     lowest_rank = node_comm.bcast(rank if node_comm.Get_rank() == 0 else None)
     node_comm.Free()
     hostname = socket.gethostname()
-    rows = mpi_comm.allgather((lowest_rank, make_host_key(), claim.local_size))
+    rows = mpi_comm.allgather((lowest_rank, make_host_key(), info.local_size))
     nodes = assign_node_indices(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,
         size=size,
         hostname=hostname,
-        launcher=claim.launcher,
+        launcher=info.launcher,
         **local_world_fields(rank, nodes),
     )
     return world, mpi_comm
 
 
-def _world_from_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, str]) -> World:
+def _world_from_launch_info(
+    launcher: Launcher, info: LaunchInfo, environ: Mapping[str, str]
+) -> World:
     values = {
-        field: getattr(claim, field)
+        field: getattr(info, field)
         for field in ("rank", "size", "local_rank", "local_size", "node", "num_nodes")
     }
     missing = [field for field, value in values.items() if value is None]
     if missing:
         names = sorted(name for name in environ if name.startswith(launcher.variable_prefixes))
         raise WorldError(
-            f"{claim.launcher} did not set {', '.join(missing)}; found only {', '.join(names)}. "
+            f"{info.launcher} did not set {', '.join(missing)}; found only {', '.join(names)}. "
             "Start with mpirun, srun or torchrun"
         )
-    return World(**values, hostname=socket.gethostname(), launcher=claim.launcher)
+    return World(**values, hostname=socket.gethostname(), launcher=info.launcher)
 
 
 def _wrong_mpi_error(
-    launcher: Launcher, claim: Claim, problem: str, library: str, environ: Mapping[str, str]
+    launcher: Launcher, info: LaunchInfo, problem: str, library: str, environ: Mapping[str, str]
 ) -> WorldError:
     advice = f" {launcher.advice}" if launcher.advice else ""
     version = library.replace("\0", "").strip().partition("\n")[0].partition(",")[0]
     return WorldError(
-        f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but {problem}: "
+        f"the launcher ({info.launcher}) says rank {info.rank} of {info.size}, but {problem}: "
         f"mpi4py has loaded {version!r}, which is not the MPI of this launcher. Start "
         "with that MPI's own mpirun, or rebuild mpi4py against the launcher's MPI: load its module "
         "and run pip install --force-reinstall "
-        f"--no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}.{advice}"
+        f"--no-binary=mpi4py mpi4py{_libmpi_hint(info, environ)}.{advice}"
     )
 
 
-def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
+def _libmpi_hint(info: LaunchInfo, environ: Mapping[str, str]) -> str:
     """Return a hint that names the launcher's MPI library, with its folder if it can be found.
 
     The first mpirun on PATH may belong to another MPI; the version in the library's name tells. A
     libmpi.so without a version may be a linker script.
     """
-    name = claim.libmpi or ""
+    name = info.libmpi or ""
     mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
     folders = [environ.get(launcher.library_folder_variable or "", "") for launcher in LAUNCHERS]
     folders += [str(Path(mpirun).resolve().parent.parent / "lib")] if mpirun else []

@@ -7,12 +7,12 @@ from hpc_tune.cluster.launchers import (
     check_torchrun_master,
     environ_without_launcher,
     explain_command_failure,
-    find_claim,
+    find_launch_info,
     find_launcher,
     rank_hint,
     run_hpc_tune_command,
 )
-from hpc_tune.cluster.protocol import Claim, RendezvousEndpoint
+from hpc_tune.cluster.protocol import LaunchInfo, RendezvousEndpoint
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
     BATCH_SHELL,
@@ -29,47 +29,62 @@ from tests.support.launcher_variables import (
 
 HEAVY = ("torch", "mpi4py", "numpy", "psutil", "h5py", "transformers")
 OPEN_MPI, MPICH = "libmpi.so.40", "libmpi.so.12"
-SRUN_CLAIM = Claim("slurm", None, 6, 7, 1, 2, 2, 3)
-PLAIN_CLAIM = Claim("an unknown launcher", None, 3, 4)
-SINGLE = Claim("single", None, 0, 1, 0, 1, 0, 1)
-HYDRA_CLAIM = Claim("mpich", MPICH, 3, 8, 3, 4)
+SRUN_INFO = LaunchInfo("slurm", None, 6, 7, 1, 2, 2, 3)
+PLAIN_INFO = LaunchInfo("an unknown launcher", None, 3, 4)
+SINGLE = LaunchInfo("single", None, 0, 1, 0, 1, 0, 1)
+HYDRA_INFO = LaunchInfo("mpich", MPICH, 3, 8, 3, 4)
 
 TABLE = {
     "nothing": ({}, SINGLE),
-    "Open MPI": (OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "mpirun in a batch script": (BATCH_SHELL | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "mpirun whose daemons srun started": (SRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "MPICH Hydra": (HYDRA, HYDRA_CLAIM),
-    "Hydra whose proxies srun started": (SRUN | HYDRA, HYDRA_CLAIM),
-    "Intel MPI": (HYDRA | {"I_MPI_HYDRA_BOOTSTRAP": "slurm"}, Claim("intelmpi", MPICH, 3, 8, 3, 4)),
-    "an Intel module beside MPICH": (HYDRA | {"I_MPI_ROOT": "/opt/intel"}, HYDRA_CLAIM),
+    "Open MPI": (OPENMPI, LaunchInfo("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "mpirun in a batch script": (
+        BATCH_SHELL | OPENMPI,
+        LaunchInfo("openmpi", OPEN_MPI, 5, 16, 1, 4),
+    ),
+    "mpirun whose daemons srun started": (
+        SRUN | OPENMPI,
+        LaunchInfo("openmpi", OPEN_MPI, 5, 16, 1, 4),
+    ),
+    "MPICH Hydra": (HYDRA, HYDRA_INFO),
+    "Hydra whose proxies srun started": (SRUN | HYDRA, HYDRA_INFO),
+    "Intel MPI": (
+        HYDRA | {"I_MPI_HYDRA_BOOTSTRAP": "slurm"},
+        LaunchInfo("intelmpi", MPICH, 3, 8, 3, 4),
+    ),
+    "an Intel module beside MPICH": (HYDRA | {"I_MPI_ROOT": "/opt/intel"}, HYDRA_INFO),
     "MVAPICH": (
         {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
-        Claim("mvapich", MPICH, 1, 2),
+        LaunchInfo("mvapich", MPICH, 1, 2),
     ),
-    "Cray PALS": (PALS | {"PMI_SIZE": "16"}, Claim("pals", MPICH, 9, 16, 1, 4)),
+    "Cray PALS": (PALS | {"PMI_SIZE": "16"}, LaunchInfo("pals", MPICH, 9, 16, 1, 4)),
     "Cray PALS that srun started": (
         SRUN | PALS | {"PALS_RANKID": "6"},
-        Claim("pals", MPICH, 6, 7, 1, 4),
+        LaunchInfo("pals", MPICH, 6, 7, 1, 4),
     ),
-    "Flux": (FLUX, Claim("flux", MPICH, 5, 8, 1, None, None, 2)),
+    "Flux": (FLUX, LaunchInfo("flux", MPICH, 5, 8, 1, None, None, 2)),
     "Flux with its own PMI": (
         FLUX | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"},
-        Claim("flux", MPICH, 5, 8, 1, None, None, 2),
+        LaunchInfo("flux", MPICH, 5, 8, 1, None, None, 2),
     ),
-    "Flux with PMIx": (FLUX | {"PMIX_RANK": "5"}, Claim("flux", OPEN_MPI, 5, 8, 1, None, None, 2)),
-    "mpirun in a task of Flux": (FLUX | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "jsrun": (JSRUN, Claim("jsrun", "libmpi_ibm.so.3", 7, 12, 1, 6)),
-    "jsrun with Spectrum MPI": (JSRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
-    "srun": (SRUN, SRUN_CLAIM),
+    "Flux with PMIx": (
+        FLUX | {"PMIX_RANK": "5"},
+        LaunchInfo("flux", OPEN_MPI, 5, 8, 1, None, None, 2),
+    ),
+    "mpirun in a task of Flux": (FLUX | OPENMPI, LaunchInfo("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "jsrun": (JSRUN, LaunchInfo("jsrun", "libmpi_ibm.so.3", 7, 12, 1, 6)),
+    "jsrun with Spectrum MPI": (JSRUN | OPENMPI, LaunchInfo("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "srun": (SRUN, SRUN_INFO),
     "srun of an old Slurm": (
         {k: v for k, v in SRUN.items() if "STEP" not in k} | {"SLURM_STEPID": "0"},
-        Claim("slurm", None, 6, 16, 1, 4, 2, 4),
+        LaunchInfo("slurm", None, 6, 16, 1, 4, 2, 4),
     ),
-    "srun with PMI2": (SRUN | PMI | {"PMI_FD": "9"}, Claim("srun-pmi2", MPICH, 6, 7, 1, 2, 2, 3)),
+    "srun with PMI2": (
+        SRUN | PMI | {"PMI_FD": "9"},
+        LaunchInfo("srun-pmi2", MPICH, 6, 7, 1, 2, 2, 3),
+    ),
     "srun with PMIx": (
         SRUN | {"PMIX_RANK": "6", "PMIX_NAMESPACE": "slurm.pmix.77.0"},
-        Claim("srun-pmix", OPEN_MPI, 6, 7, 1, 2, 2, 3),
+        LaunchInfo("srun-pmix", OPEN_MPI, 6, 7, 1, 2, 2, 3),
     ),
     "a shell of srun --pty with PMIx": (
         SRUN
@@ -83,32 +98,35 @@ TABLE = {
             "PMIX_RANK": "0",
             "PMIX_NAMESPACE": "slurm.pmix.77.0",
         },
-        Claim("slurm", None, 0, 1, 0, 1, 0, 1),
+        LaunchInfo("slurm", None, 0, 1, 0, 1, 0, 1),
     ),
     "plain python in a batch script": (BATCH_SHELL, SINGLE),
     "plain python in the batch step": (BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}, SINGLE),
     "plain python in an interactive step": (BATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, SINGLE),
-    "torchrun": (TORCHRUN, Claim("torchrun", None, 3, 4, 1, 2, 1, 2)),
-    "torchrun under srun": (SRUN | TORCHRUN, Claim("torchrun", None, 3, 4, 1, 2, 1, 2)),
-    "deepspeed's launcher": (PLAIN | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, PLAIN_CLAIM),
-    "a Kubernetes PyTorchJob": (PLAIN, PLAIN_CLAIM),
-    "a loop over ssh in a batch script": (BATCH_SHELL | PLAIN, PLAIN_CLAIM),
-    "torch's variables under srun": (SRUN | PLAIN, SRUN_CLAIM),
+    "torchrun": (TORCHRUN, LaunchInfo("torchrun", None, 3, 4, 1, 2, 1, 2)),
+    "torchrun under srun": (SRUN | TORCHRUN, LaunchInfo("torchrun", None, 3, 4, 1, 2, 1, 2)),
+    "deepspeed's launcher": (PLAIN | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, PLAIN_INFO),
+    "a Kubernetes PyTorchJob": (PLAIN, PLAIN_INFO),
+    "a loop over ssh in a batch script": (BATCH_SHELL | PLAIN, PLAIN_INFO),
+    "torch's variables under srun": (SRUN | PLAIN, SRUN_INFO),
     "srun whose tasks set torch's variables": (
         SRUN | PLAIN | {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "1"},
-        SRUN_CLAIM,
+        SRUN_INFO,
     ),
-    "deepspeed's launcher in each task of srun": (SRUN | PLAIN | {"LOCAL_RANK": "1"}, PLAIN_CLAIM),
+    "deepspeed's launcher in each task of srun": (SRUN | PLAIN | {"LOCAL_RANK": "1"}, PLAIN_INFO),
     "torch's variables of one process": ({"RANK": "0", "WORLD_SIZE": "1"}, SINGLE),
     "a size of one alone": ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, SINGLE),
-    "PRRTE's prun": ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "prte-1"}, Claim("pmix", OPEN_MPI, 2)),
+    "PRRTE's prun": (
+        {"PMIX_RANK": "2", "PMIX_NAMESPACE": "prte-1"},
+        LaunchInfo("pmix", OPEN_MPI, 2),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_launcher_is_read_from_its_variables(name):
     environ, expected = TABLE[name]
-    assert find_claim(environ) == expected
+    assert find_launch_info(environ) == expected
     assert rank_hint(environ) == expected.rank
 
 
@@ -116,7 +134,7 @@ def test_the_launcher_is_read_from_its_variables(name):
 def test_without_the_launchers_variables_a_process_is_no_rank(name, monkeypatch):
     for key, value in TABLE[name][0].items():
         monkeypatch.setenv(key, value)
-    assert find_claim(environ_without_launcher()) == SINGLE
+    assert find_launch_info(environ_without_launcher()) == SINGLE
 
 
 def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
@@ -145,7 +163,7 @@ def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
 )
 def test_senseless_variables_are_named(changed, says):
     with pytest.raises(WorldError, match=says):
-        find_claim(TORCHRUN | changed)
+        find_launch_info(TORCHRUN | changed)
     assert rank_hint(TORCHRUN | changed) == 0
 
 
@@ -153,17 +171,17 @@ def test_senseless_variables_are_named(changed, says):
 def test_of_an_unknown_launcher_each_variable_that_is_missing_is_named(lacking):
     environ = {key: value for key, value in PLAIN.items() if key != lacking}
     with pytest.raises(WorldError, match=f"but not {lacking}: .* mpirun, srun or torchrun"):
-        find_claim(environ)
+        find_launch_info(environ)
 
 
 def test_a_rank_without_a_size_is_not_a_run_of_its_own():
     with pytest.raises(WorldError, match="RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT:"):
-        find_claim({"RANK": "0"})
+        find_launch_info({"RANK": "0"})
 
 
 def test_a_port_that_is_none_is_named():
     with pytest.raises(WorldError, match="MASTER_PORT='http' is not a port number"):
-        find_claim(PLAIN | {"MASTER_PORT": "http"})
+        find_launch_info(PLAIN | {"MASTER_PORT": "http"})
 
 
 @pytest.mark.parametrize(
@@ -211,8 +229,8 @@ def test_open_mpi_starts_no_mpich_of_5(library, cannot):
 
 
 def rendezvous_endpoint(environ):
-    launcher, claim = find_launcher(environ)
-    return launcher.rendezvous_endpoint(environ, claim)
+    launcher, info = find_launcher(environ)
+    return launcher.rendezvous_endpoint(environ, info)
 
 
 def test_a_loopback_master_is_refused_where_there_are_nodes():

@@ -23,7 +23,7 @@ from hpc_tune.checkpoint.store import (
     read_state,
     verify_checkpoint,
 )
-from hpc_tune.cluster.launchers import find_claim, rank_hint
+from hpc_tune.cluster.launchers import find_launch_info, rank_hint
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import load_config, setting_names
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
@@ -249,8 +249,8 @@ VARIABLES = st.dictionaries(
 def test_variables_of_launchers(folder, environ):
     assert rank_hint(environ) >= 0
     try:
-        claim = find_claim(environ)
-        if not claim.uses_mpi:
+        info = find_launch_info(environ)
+        if not info.uses_mpi:
             world, _ = discover(environ)
             assert isinstance(world, World)
             assert 0 <= world.rank < world.size
