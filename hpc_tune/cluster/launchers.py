@@ -247,7 +247,7 @@ def check_torchrun_master(environ: Environ) -> None:
 # -- Which launcher has started this process.
 
 
-# The first that recognizes the process is its launcher, so inner launchers come first: torchrun runs
+# The first that recognizes the process is its launcher. Inner launchers come first: torchrun runs
 # under srun, mpirun under sbatch or over daemons that srun has started.
 LAUNCHERS = (
     TORCHRUN,
