@@ -112,14 +112,14 @@ class LazyDevice:
         self.blocks.append(weakref.ref(block))
         return block
 
-    def copy(self, values, to):
-        self.copies.append((values, to))
+    def copy(self, values, destination):
+        self.copies.append((values, destination))
 
     def wait(self):
         self.num_waits += 1
         while self.copies:
-            values, to = self.copies.pop()
-            to.copy_(values)
+            values, destination = self.copies.pop()
+            destination.copy_(values)
 
     def close(self):
         self.held = sum(block() is not None for block in self.blocks)

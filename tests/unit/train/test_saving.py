@@ -132,8 +132,8 @@ class CopyingDevice:
         self._blocks.append(self._block_pool.take())
         return self._blocks[-1]
 
-    def copy(self, values, to):
-        to.copy_(values)
+    def copy(self, values, destination):
+        destination.copy_(values)
 
     def wait(self):
         pass
