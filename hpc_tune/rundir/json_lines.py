@@ -206,7 +206,9 @@ class EvalMetrics:
     step: Annotated[int, "optimizer steps done"]
     eval_loss: Annotated[float, "mean over its tokens that carry loss, or over its pairs"]
     eval_s: Annotated[float, "how long it took"]
-    eval_pairs: Annotated[int | None, "with preferences: the number of pairs"] = None
+    eval_pairs: Annotated[
+        int | None, "with preferences: the number of pairs, or of labeled answers"
+    ] = None
     eval_preferences: Annotated[
         dict[str, float] | None, "with preferences: as `preferences` of a step"
     ] = None

@@ -185,7 +185,8 @@ class Evaluation:
                     *(step, f" of {name}" if name else "", source_loss),
                     extra=LOG_ON_RANK_0_ONLY,
                 )
-        count_text = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
+        unit = "labeled answers" if self._has_labels else "pairs"
+        count_text = f"{num} {'tokens' if self._plan.num_sums == 1 else unit}"
         metrics_text = f", {format_metrics(preference_metrics)}" if preference_metrics else ""
         if list(losses) == [""]:
             losses = {}
