@@ -39,15 +39,8 @@ class PreferencePairs:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
-        own_counts = (
-            () if self.num_local_loss_tokens_P2 is None else (self.num_local_loss_tokens_P2,)
-        )
-        return (
-            self.num_loss_tokens_P2,
-            self.reference_log_probs_P2,
-            self.is_desirable_P,
-            *own_counts,
-        )
+        counts = () if self.num_local_loss_tokens_P2 is None else (self.num_local_loss_tokens_P2,)
+        return (self.num_loss_tokens_P2, self.reference_log_probs_P2, self.is_desirable_P, *counts)
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return a copy with ``change`` applied to each tensor."""
@@ -141,9 +134,7 @@ class Batch:
         """The lengths of all rows' documents, without padding."""
         padding = self.padding or [0] * len(self.document_lengths)
         rows = zip(self.document_lengths, padding, strict=True)
-        return [
-            length for row, num_padding in rows for length in (row[:-1] if num_padding else row)
-        ]
+        return [n for row, num_padding in rows for n in (row[:-1] if num_padding else row)]
 
     def to(self, device: torch.device) -> "Batch":
         """Return this batch on ``device``, as int64; copies to a GPU are asynchronous."""

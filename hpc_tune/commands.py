@@ -70,36 +70,34 @@ complete -F _hpc_tune hpc_tune
 
 def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
     """Return the completion script for a shell, from the arguments that ``commands`` declare."""
-    fields, values, arguments = list(describe_fields()), [], []
+    fields, cases, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
         words = _literal_values(kind.replace("bool", "true | false"))
         is_template = name == "data.chat_template"
         words = [*NAMED_TEMPLATES] if is_template else words
-        values += (
+        cases += (
             [_completion_case(f'*" {name}="', words, completes_files=is_template)] if words else []
         )
     for command, (_, argument_specs) in commands.items():
         words, takes_files = ["--help"], False
         for name, kwargs in argument_specs:
-            choices = kwargs.get("choices", ())
+            values = kwargs.get("choices", ())
             if name == "settings":
                 words.append("$settings")
             elif not name.startswith("-"):
-                words, takes_files = [*words, *choices], not choices
+                words, takes_files = [*words, *values], not values
             else:
                 words.append(name)
                 if "action" not in kwargs or kwargs["action"] == "append":
-                    values.append(
-                        _completion_case(
-                            f'"{command} {name}"', choices, completes_files=not choices
-                        )
+                    cases.append(
+                        _completion_case(f'"{command} {name}"', values, completes_files=not values)
                     )
         arguments.append("        " + _completion_case(command, words, takes_files))
     return (_ZSH_SETUP if shell == "zsh" else "") + _COMPLETION_TEMPLATE.format(
         settings=" ".join(f"{name}=" for name, *_ in fields),
         names=" ".join(commands),
         commands="|".join(commands),
-        values="\n".join(values),
+        values="\n".join(cases),
         arguments="\n".join(arguments),
     )
 

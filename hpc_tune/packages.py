@@ -36,8 +36,7 @@ def explain_import_failure(error: BaseException) -> str | None:
         return _missing_module_advice(package)
     folder = Path(file).parent.parent if file else None
     version = next(
-        (v for name, v in _list_installed_packages(folder) if name == _normalize_name(package)),
-        None,
+        (v for n, v in _list_installed_packages(folder) if n == _normalize_name(package)), None
     )
     version = version or getattr(sys.modules.get(package), "__version__", None)
     subject = f"{package} {version}" if version else package

@@ -62,10 +62,8 @@ def _num_values(node: Any, num_by_id: dict[int, float], level: int) -> float:
     if id(node) not in num_by_id:
         num_by_id[id(node)] = math.inf
         pairs = isinstance(node, yaml.MappingNode)
-        child_nodes = [part for pair in node.value for part in pair] if pairs else node.value
-        num_by_id[id(node)] = 1 + sum(
-            _num_values(part, num_by_id, level + 1) for part in child_nodes
-        )
+        children = [part for pair in node.value for part in pair] if pairs else node.value
+        num_by_id[id(node)] = 1 + sum(_num_values(part, num_by_id, level + 1) for part in children)
     return num_by_id[id(node)]
 
 

@@ -129,18 +129,14 @@ def row_sharing_layouts(
     ``model`` is the transformers config; ``max_sharing_ranks``: how many ranks are close enough to
     share rows.
     """
-    idle_layouts: list[Layout] = []
-    busy_layouts: list[Layout] = []
+    idle: list[Layout] = []
+    busy: list[Layout] = []
     for layout in layouts:
-        for num in list_divisors(layout.num_weight_ranks)[1:]:
-            variant = replace(layout, context=num)
-            if layout.tensor * num <= max_sharing_ranks and not row_sharing_problems(
-                model, variant
-            ):
-                (idle_layouts if global_rows < layout.num_weight_ranks else busy_layouts).append(
-                    variant
-                )
-    return idle_layouts, busy_layouts
+        for n in list_divisors(layout.num_weight_ranks)[1:]:
+            variant = replace(layout, context=n)
+            if layout.tensor * n <= max_sharing_ranks and not row_sharing_problems(model, variant):
+                (idle if global_rows < layout.num_weight_ranks else busy).append(variant)
+    return idle, busy
 
 
 def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
@@ -154,13 +150,11 @@ def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     if len(all_ranks) <= _MAX_PERMUTED_RANKS:
         return [o for o in itertools.permutations(all_ranks, num_ranks) if 0 in o]
     kept_ranks = set(all_ranks)
-    rate_sums = {a: sum(network.rate(a, b) for b in all_ranks if b != a) for a in all_ranks if a}
+    sums = {a: sum(network.rate(a, b) for b in all_ranks if b != a) for a in all_ranks if a}
     while len(kept_ranks) > num_ranks:
-        slowest = min(rate_sums, key=lambda a: (rate_sums[a], -a))
+        slowest = min(sums, key=lambda a: (sums[a], -a))
         kept_ranks.remove(slowest)
-        rate_sums = {
-            a: rates - network.rate(a, slowest) for a, rates in rate_sums.items() if a != slowest
-        }
+        sums = {a: rates - network.rate(a, slowest) for a, rates in sums.items() if a != slowest}
     chain, remaining = [0], kept_ranks - {0}
     while remaining:
         chain.append(max(remaining, key=lambda b: (network.rate(chain[-1], b), -b)))

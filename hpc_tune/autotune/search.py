@@ -499,15 +499,13 @@ def measure_and_choose_layout(config: RunConfig, world: Comm) -> tuple[Candidate
         comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = detect_machine(comm, find_host_limit(config.memory.host_limit).num_bytes)
-    measurements, ring_comm = measure_world(config, comm, machine)
+    measurements, ring = measure_world(config, comm, machine)
     write_settings, limit_s = partial(write_resolved_config, config), config.run.timeout / 2
-    best, lines = choose_layout_on_rank_0(measurements, write_settings, ring_comm, machine, limit_s)
+    best, lines = choose_layout_on_rank_0(measurements, write_settings, ring, machine, limit_s)
     for line in lines:
         log.info("%s", line)
     best = replace(best, links=describe_links(measurements.links))
-    return best, regroup(
-        ring_comm, measurements.positions_in_link_order(best.ranks), config.run.timeout
-    )
+    return best, regroup(ring, measurements.positions_in_link_order(best.ranks), config.run.timeout)
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:

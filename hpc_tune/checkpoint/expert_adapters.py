@@ -57,8 +57,7 @@ def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedExpertStack]:
     language = make_language_model(read_config(base), base, torch.float32, None)
     name_in_whole = language.names.whole_model_name
     return {
-        name_in_whole(layer): stack
-        for layer, stack in map_adapter_layers_to_stacks(language.model).items()
+        name_in_whole(layer): s for layer, s in map_adapter_layers_to_stacks(language.model).items()
     }
 
 
@@ -186,30 +185,24 @@ def split_adapter_by_expert(index: TensorIndex, base: Path) -> PerExpertAdapter 
     None if it has no adapters on experts, or no names are known for single experts.
     """
     storage = find_model_file_layout(base, index_model_directory(base))
-    read_tensor = functools.lru_cache(maxsize=1)(index.read)
+    reader = functools.lru_cache(maxsize=1)(index.read)
     adapter = PerExpertAdapter([], {}, set())
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
-        layer, stored_name = adapted_layer(name), name
+        layer, new_name = adapted_layer(name), name
         if (stack := storage.stacks_by_layer.get(layer)) is not None:
             if not (matrices := list(_iterate_expert_matrices(stack, storage.index))):
                 return None
-            adapter.regions.extend(
-                _expert_region(index, name, stack, matrix, read_tensor) for matrix in matrices
-            )
-            adapter.matrix_suffixes.update(matrix.layer.rpartition(".")[2] for matrix in matrices)
+            adapter.regions.extend(_expert_region(index, name, stack, m, reader) for m in matrices)
+            adapter.matrix_suffixes.update(m.layer.rpartition(".")[2] for m in matrices)
             continue
         if layer:
             stored_layer = storage.names.renamed_tensors.get(f"{layer}.weight", layer).removesuffix(
                 ".weight"
             )
             adapter.layers[stored_layer] = layer
-            stored_name = (
-                f"{ADAPTER_PREFIX}{stored_layer}{name.removeprefix(ADAPTER_PREFIX + layer)}"
-            )
-        shape, read_values = index.shapes[name], functools.partial(read_tensor, name)
-        adapter.regions.append(
-            Region.cover_tensor(stored_name, index.dtypes[name], shape, read_values)
-        )
+            new_name = f"{ADAPTER_PREFIX}{stored_layer}{name.removeprefix(ADAPTER_PREFIX + layer)}"
+        shape, loader = index.shapes[name], functools.partial(reader, name)
+        adapter.regions.append(Region.cover_tensor(new_name, index.dtypes[name], shape, loader))
     return adapter if adapter.matrix_suffixes else None
 
 

@@ -177,10 +177,8 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         target_names = config.target_modules
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in target_names}
         if config.modules_to_save:
-            module_paths = (
-                p for p in paths if not adapted_layer(p) and TOKEN_DELTA_SUFFIX not in p
-            )
-            config.modules_to_save = sorted({path.rpartition(".")[0] for path in module_paths})
+            modules = (p for p in paths if not adapted_layer(p) and TOKEN_DELTA_SUFFIX not in p)
+            config.modules_to_save = sorted({path.rpartition(".")[0] for path in modules})
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
     write_adapter_config(config, base, out)
@@ -351,11 +349,9 @@ def _repeats_tokenizer_json(file: Path) -> bool:
     tokenizer_file = file.with_name("tokenizer.json")
     if file.name != "added_tokens.json" or not tokenizer_file.is_file():
         return False
-    added_ids, tokenizer = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (file, tokenizer_file)
-    )
+    ids, tokenizer = (json.loads(f.read_text(encoding="utf-8")) for f in (file, tokenizer_file))
     known_ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    return dict(added_ids).items() <= known_ids.items()
+    return dict(ids).items() <= known_ids.items()
 
 
 def _copy_without_auto_map(file: Path, out: Path) -> None:

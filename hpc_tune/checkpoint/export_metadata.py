@@ -255,9 +255,7 @@ def _read_license(base: Path) -> dict[str, str]:
     except ValueError:
         header = None
     items = header.items() if isinstance(header, dict) else ()
-    fields = {
-        key: str(value) for key, value in items if "license" in str(key) and value is not None
-    }
+    fields = {k: str(v) for k, v in items if "license" in str(k) and v is not None}
     return fields or _UNKNOWN_LICENSE
 
 

@@ -114,7 +114,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or {}
     window = config.get("use_sliding_window", True) and config.get("sliding_window")
-    llama_cpp = _ARCHITECTURES.get(str(kind), "")
+    arch = _ARCHITECTURES.get(str(kind), "")
     heads, width = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
     head_dim = config.get("head_dim") or width // heads
     reason = None
@@ -124,13 +124,11 @@ def _architecture_of(config: dict[str, Any]) -> str:
         reason = f"its rotary positions are scaled ({rope['rope_type']})"
     elif differences := _yarn_differences(rope):
         reason = f"its rotary positions are scaled (yarn) with {', '.join(differences)}"
-    elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
-        reason = (
-            f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
-        )
+    elif rope.get("rope_type") == _LLAMA3 and arch != "llama":
+        reason = f"its rotary positions are scaled (llama3), which llama.cpp's {arch} cannot do"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         reason = f"only part of each head has rotary positions ({rope['partial_rotary_factor']:g})"
-    elif llama_cpp == "qwen2" and head_dim * heads != width:
+    elif arch == "qwen2" and head_dim * heads != width:
         reason = (
             f"its {heads} heads of {head_dim} values do not add up to hidden_size={width}, as "
             "llama.cpp's qwen2 requires"
@@ -141,7 +139,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
         reason = f"hidden_act={config['hidden_act']}, expected silu"
     if reason is not None:
         raise ConfigError(f"--to gguf does not write this model: {reason}; {_ALTERNATIVE}")
-    return llama_cpp
+    return arch
 
 
 def _yarn_differences(rope: dict[str, Any]) -> list[str]:
@@ -150,15 +148,13 @@ def _yarn_differences(rope: dict[str, Any]) -> list[str]:
         return []
     factor = 0.1 * math.log(rope["factor"]) + 1.0
     fixed_values = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": factor}
-    model_values = {
-        key: rope[key] for key in (*fixed_values, "mscale", "mscale_all_dim") if rope.get(key)
-    }
+    model_values = {k: rope[k] for k in (*fixed_values, "mscale", "mscale_all_dim") if rope.get(k)}
     if rope.get("truncate") is False:
         model_values["truncate"] = False
     return [
-        f"{key}={value}"
-        for key, value in model_values.items()
-        if key not in fixed_values or not math.isclose(value, fixed_values[key], rel_tol=1e-3)
+        f"{k}={value}"
+        for k, value in model_values.items()
+        if k not in fixed_values or not math.isclose(value, fixed_values[k], rel_tol=1e-3)
     ]
 
 
@@ -230,12 +226,10 @@ def _write_tensors(
         torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
         torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     }
-    matrix_dtypes = {
-        name: region.dtype for name, region in regions.items() if len(region.box.shape) > 1
-    }
-    writer.add_file_type(kinds[next(iter(matrix_dtypes.values()))][1])
+    dtypes = {name: region.dtype for name, region in regions.items() if len(region.box.shape) > 1}
+    writer.add_file_type(kinds[next(iter(dtypes.values()))][1])
     for name, region in regions.items():
-        dtype = matrix_dtypes.get(name, torch.float32)
+        dtype = dtypes.get(name, torch.float32)
         num_bytes, values = dtype.itemsize * region.box.num_values, np.dtype(f"u{dtype.itemsize}")
         writer.add_tensor_info(name, region.box.shape, values, num_bytes, kinds[dtype][0])
     writer.write_header_to_file()
@@ -245,7 +239,7 @@ def _write_tensors(
     num_heads = config["num_attention_heads"]
     heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
     for num_written, (name, region) in enumerate(regions.items(), 1):
-        dtype = matrix_dtypes.get(name, torch.float32)
+        dtype = dtypes.get(name, torch.float32)
         rotary_heads = heads.get(name.split(".")[-2]) if architecture == "llama" else None
         writer.write_tensor_data(_bits_as_integers(region, dtype, rotary_heads))
         progress.update(num_written)
@@ -292,15 +286,13 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     split_rule = _pre_tokenizer_name(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
     kinds = [_UNUSED_TOKEN] * num_tokens
-    entries = [
-        (number, text, _NORMAL_TOKEN) for text, number in tokenizer["model"]["vocab"].items()
-    ]
+    entries = [(index, text, _NORMAL_TOKEN) for text, index in tokenizer["model"]["vocab"].items()]
     for token in tokenizer.get("added_tokens", []):
         kind = _CONTROL_TOKEN if token["special"] else _USER_DEFINED_TOKEN
         entries.append((token["id"], token["content"], kind))
-    for number, text, kind in entries:
-        if number < num_tokens:
-            tokens[number], kinds[number] = text, kind
+    for index, text, kind in entries:
+        if index < num_tokens:
+            tokens[index], kinds[index] = text, kind
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split_rule)
     writer.add_token_list(tokens)

@@ -86,10 +86,8 @@ def retry_with_newest_checkpoint(
         except (HpcTuneError, OSError):
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
-        removed_path, (checkpoint, _) = checkpoint, _find_newest_checkpoint(path)
-        log.info(
-            "%s was removed by its run, which still runs: using %s", removed_path, checkpoint.name
-        )
+        old_path, (checkpoint, _) = checkpoint, _find_newest_checkpoint(path)
+        log.info("%s was removed by its run, which still runs: using %s", old_path, checkpoint.name)
     return work(checkpoint)
 
 

@@ -58,9 +58,7 @@ class MergedModel:
             for name in non_lora_names
             if TOKEN_DELTA_SUFFIX in name
         }
-        self._row_delta_names = {
-            self._base_tensor_name(weight): name for name, weight in row_weights.items()
-        }
+        self._row_delta_names = {self._base_tensor_name(w): name for name, w in row_weights.items()}
         self._replacement_names = {
             self._base_tensor_name(name): name for name in non_lora_names if name not in row_weights
         }
@@ -85,27 +83,19 @@ class MergedModel:
         """For each stored tensor that is part of a joined one: that tensor's name, and the part."""
         joined_tensors = self._file_layout.index.joined_tensors if self._expert_stacks else {}
         return {
-            part.source.name: (name, part)
-            for name, tensor in joined_tensors.items()
-            for part in tensor.parts
+            part.source.name: (name, part) for name, t in joined_tensors.items() for part in t.parts
         }
 
     def _base_tensor_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
         candidates = [path, path.partition(".")[2]]
-        if stored_names := [
-            candidate for candidate in candidates if candidate in self._base_index.shapes
-        ]:
+        if stored_names := [c for c in candidates if c in self._base_index.shapes]:
             return stored_names[0]
-        names, known_shapes = self._file_layout.names, self._file_layout.index.shapes
+        names, shapes = self._file_layout.names, self._file_layout.index.shapes
         if new_name := names.renamed_tensors.get(path):
             return new_name
         # whole_model_name: for old runs, which did not know their model as part of a whole one.
-        if known_names := [
-            candidate
-            for candidate in (*candidates, names.whole_model_name(path))
-            if candidate in known_shapes
-        ]:
+        if known_names := [c for c in (*candidates, names.whole_model_name(path)) if c in shapes]:
             return known_names[0]
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 

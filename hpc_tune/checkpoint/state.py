@@ -136,11 +136,9 @@ class RunState:
             section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
             for section, fields in self.config.items()
         }
-        if removed_names := flatten_settings(self.config).keys() - names:
+        if removals := flatten_settings(self.config).keys() - names:
             log.warning(
-                "%s: removed settings are ignored: %s",
-                checkpoint_name,
-                ", ".join(sorted(removed_names)),
+                "%s: removed settings are ignored: %s", checkpoint_name, ", ".join(sorted(removals))
             )
         try:
             return RunConfig.model_validate(known_settings)

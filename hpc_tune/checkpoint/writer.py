@@ -178,9 +178,7 @@ def choose_staging_bytes(
         sizes = [requested_bytes]
     else:
         sizes = [total_bytes, STAGING_BYTES] if is_on_gpu else [STAGING_BYTES]
-    return next(
-        (size for size in sizes if can_allocate(max(0, min(size, total_bytes) - kept_bytes))), 0
-    )
+    return next((n for n in sizes if can_allocate(max(0, min(n, total_bytes) - kept_bytes))), 0)
 
 
 def total_block_bytes(regions: Sequence[Region]) -> int:

@@ -98,11 +98,7 @@ def check_settings(
         ConfigError: naming all of them; or if ``settings.min_nodes`` exceeds ``settings.nodes``.
     """
     name = settings.section
-    wrong = [
-        f"{name}.{field}={value!r}"
-        for field, value in directives
-        if not _DIRECTIVE_VALUE.fullmatch(value)
-    ]
+    wrong = [f"{name}.{key}={v!r}" for key, v in directives if not _DIRECTIVE_VALUE.fullmatch(v)]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: a line of {directive_prefix} takes letters, digits and "

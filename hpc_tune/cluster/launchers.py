@@ -427,11 +427,9 @@ def restrict_to_nodes(
             f"--nodelist={','.join(num_ranks_by_node)}",
         ]
         return [words[0], *options, *_strip_options(words, _SRUN_NODE_OPTIONS)]
-    other_words = _strip_options(
-        words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS)
-    )
+    args = _strip_options(words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS))
     hostfile_option = {"openmpi": "--hostfile", "hydra": "-f", "pals": "--hostfile"}[kind]
-    return [words[0], hostfile_option, str(hostfile), "-n", str(num_ranks), *other_words]
+    return [words[0], hostfile_option, str(hostfile), "-n", str(num_ranks), *args]
 
 
 def format_hostfile(kind: LauncherKind, num_ranks_by_node: Mapping[str, int]) -> str:

@@ -51,11 +51,9 @@ def find_silent_nodes(
     """
     if not nodes:
         return {}
-    full_environment = {**os.environ, **environment}
+    full_env = {**os.environ, **environment}
     with ThreadPoolExecutor(_MAX_PARALLEL_PROBES) as pool:
-        reasons = pool.map(
-            lambda node: _explain_silence(make_command(node), full_environment), nodes
-        )
+        reasons = pool.map(lambda node: _explain_silence(make_command(node), full_env), nodes)
     silent_nodes = {node: reason for node, reason in zip(nodes, reasons, strict=True) if reason}
     if len(silent_nodes) == len(nodes):
         log.warning(
@@ -262,22 +260,20 @@ class JobNodes:
             reasons = {}
         reasons = {node: reason for node, reason in reasons.items() if node in self._usable_nodes}
         certain_nodes = {self._find_node(name) for name in certain_suspects}
-        retried_nodes = {node for node in reasons if node not in certain_nodes | self._suspects}
+        retries = {node for node in reasons if node not in certain_nodes | self._suspects}
         repeated_nodes = {node for node in reasons if node in self._suspects}
         if not lost:
-            self._suspects |= retried_nodes
-            for node in sorted(retried_nodes):
+            self._suspects |= retries
+            for node in sorted(retries):
                 log.warning(
                     "node %s is tried once more before it is left out: %s", node, reasons[node]
                 )
-        faulty_nodes = lost or {
-            node: reason for node, reason in reasons.items() if node not in retried_nodes
-        }
-        if not faulty_nodes and not retried_nodes and not has_cause:
-            faulty_nodes = self._swap_in_spare(used_nodes, has_progressed)
-        self.left_out |= faulty_nodes
+        faults = lost or {node: reason for node, reason in reasons.items() if node not in retries}
+        if not faults and not retries and not has_cause:
+            faults = self._swap_in_spare(used_nodes, has_progressed)
+        self.left_out |= faults
         self._lost_nodes = lost
-        return faulty_nodes, bool(lost or repeated_nodes)
+        return faults, bool(lost or repeated_nodes)
 
     def end_steps(self) -> None:
         """End the remaining steps of the last start, which would otherwise keep nodes and GPUs."""
@@ -291,14 +287,12 @@ class JobNodes:
         if self._slurm is None:
             return
         steps = self._slurm.steps(self._step_names)
-        remaining_steps = set() if self._earlier_steps is None else steps - self._earlier_steps
-        if remaining_steps and (
-            self._lost_nodes or not self._slurm.end(remaining_steps, _STEP_END_LIMIT_S)
-        ):
+        last_steps = set() if self._earlier_steps is None else steps - self._earlier_steps
+        if last_steps and (self._lost_nodes or not self._slurm.end(last_steps, _STEP_END_LIMIT_S)):
             log.warning(
                 "Slurm still lists the step %s, as it does after a node is lost: the next step "
                 "shares its resources",
-                ", ".join(sorted(remaining_steps)),
+                ", ".join(sorted(last_steps)),
             )
             self._shares_steps = True
         self._earlier_steps = self._slurm.steps(self._step_names)

@@ -98,10 +98,7 @@ def granted_cpus(environ: Environ) -> int | None:
 
 def can_report_energy(scheduler_name: str) -> bool:
     """Whether the scheduler of this name may have counted the energy of its jobs."""
-    return any(
-        scheduler.name == scheduler_name and scheduler.ask_energy is not None
-        for scheduler in SCHEDULERS
-    )
+    return any(s.name == scheduler_name and s.ask_energy is not None for s in SCHEDULERS)
 
 
 def ask_job_energy(scheduler_name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
@@ -109,7 +106,5 @@ def ask_job_energy(scheduler_name: str, starts: Sequence[tuple[str, float]]) -> 
 
     It may take many seconds.
     """
-    ask_energy = next(
-        (scheduler.ask_energy for scheduler in SCHEDULERS if scheduler.name == scheduler_name), None
-    )
+    ask_energy = next((s.ask_energy for s in SCHEDULERS if s.name == scheduler_name), None)
     return [] if ask_energy is None else ask_energy(starts)

@@ -451,11 +451,7 @@ class SlurmNodes:
             for word in words
             if word and (names is None or word[-1] in names)
         ]
-        return {
-            f"{id}.{step}"
-            for id, _, step in parts
-            if id in self._possible_job_ids and step.isdigit()
-        }
+        return {f"{id}.{n}" for id, _, n in parts if id in self._possible_job_ids and n.isdigit()}
 
     def end(self, steps: Iterable[str], limit_s: float) -> bool:
         """End steps; return whether they have gone within ``limit_s`` seconds."""
@@ -522,13 +518,11 @@ class RequeueGuard:
 
     def keep_running(self, nodes: Sequence[str]) -> None:
         """Start the step on one of ``nodes`` unless it already runs there."""
-        other_nodes = [node for node in nodes if node != self._first_node]
-        is_running = (
-            self._child is not None and self._child.poll() is None and self._node in other_nodes
-        )
-        if is_running or not other_nodes or self._first_node not in nodes:
+        peers = [node for node in nodes if node != self._first_node]
+        is_running = self._child is not None and self._child.poll() is None and self._node in peers
+        if is_running or not peers or self._first_node not in nodes:
             return
-        self._node = other_nodes[0]
+        self._node = peers[0]
         words = ["srun", "--no-kill", f"--job-name={GUARD_STEP_NAME}", "--nodes=1", "--ntasks=1"]
         words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
         words += [

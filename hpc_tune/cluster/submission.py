@@ -60,20 +60,18 @@ def choose_scheduler(
     sections: dict[str, JobConfig] = {"slurm": slurm_config, "pbs": pbs_config}
     if scheduler_name is not None:
         return sections[scheduler_name]
-    given_names = [name for name, section in sections.items() if section.is_given]
+    names = [name for name, section in sections.items() if section.is_given]
     host_schedulers = find_schedulers()
-    if len(given_names) == 1:
-        return sections[given_names[0]]
+    if len(names) == 1:
+        return sections[names[0]]
     if len(host_schedulers) == 1:
         return sections[host_schedulers[0]]
-    if not given_names and not host_schedulers:
+    if not names and not host_schedulers:
         return slurm_config
-    given_text = (
-        "has a slurm and a pbs section" if given_names else "has neither a slurm nor a pbs section"
-    )
+    text = "has a slurm and a pbs section" if names else "has neither a slurm nor a pbs section"
     found_commands = "sbatch and qsub" if host_schedulers else "neither sbatch nor qsub"
     raise ConfigError(
-        f"this host has {found_commands}, and the configuration {given_text}: choose one with "
+        f"this host has {found_commands}, and the configuration {text}: choose one with "
         "--scheduler slurm or --scheduler pbs"
     )
 

@@ -167,9 +167,7 @@ def _explain_unused_gpus(
             f"{build.description}, and the GPUs here are {makers}'s; {_REMEDY}, or install another"
         )
     if maker == "NVIDIA":  # on which the variables of other makers have no effect
-        hiding_variables = [
-            variable for variable in hiding_variables if variable.startswith("CUDA_")
-        ]
+        hiding_variables = [v for v in hiding_variables if v.startswith("CUDA_")]
     if hiding_variables:
         return (
             f"{' and '.join(hiding_variables)} hides them from this process; start the step with "

@@ -66,9 +66,7 @@ def find_compile_obstacle(
 
     eager_problems = list_problems(train)
     compiled_train = train.model_copy(update={"compile": True})
-    obstacles = [
-        problem for problem in list_problems(compiled_train) if problem not in eager_problems
-    ]
+    obstacles = [p for p in list_problems(compiled_train) if p not in eager_problems]
     if parallel.context > 1:
         obstacles.append(f"parallel.context={parallel.context} sends messages within blocks")
     return next(iter(obstacles), "")

@@ -93,18 +93,16 @@ def check_sources(sources: Sequence[TrainingSource]) -> Iterator[str]:
         return
     yield from check_source_names("data.sources", sources)
     names = [source.label for source in sources]
-    amount_kinds = [_describe_weighting(source) for source in sources]
-    if set(amount_kinds) not in ({"weight"}, {"epochs"}):
-        texts = ", ".join(
-            f"{name} has {kind}" for name, kind in zip(names, amount_kinds, strict=True)
-        )
+    kinds = [_describe_weighting(source) for source in sources]
+    if set(kinds) not in ({"weight"}, {"epochs"}):
+        texts = ", ".join(f"{name} has {kind}" for name, kind in zip(names, kinds, strict=True))
         yield (
             f"data.sources: {texts}; give weight (its share of the learned tokens) to all of them, "
             "or epochs (how often each of its documents comes) to all of them"
         )
         return
     weights = [source.weight or 0.0 for source in sources]
-    if amount_kinds[0] == "weight" and abs((total := sum(weights)) - 1) > _WEIGHT_SUM_TOLERANCE:
+    if kinds[0] == "weight" and abs((total := sum(weights)) - 1) > _WEIGHT_SUM_TOLERANCE:
         shares = ", ".join(f"{n} {w / total:.4g}" for n, w in zip(names, weights, strict=True))
         yield (
             f"data.sources: the weights add up to {total:g}, and as shares of the learned tokens "

@@ -50,14 +50,12 @@ def _expand_paths_in_place(values: dict[Any, Any]) -> Iterator[str]:
             yield from _expand_field_in_place(name, fields, key, metadata.path)
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
-    for setting in ("sources", "eval_sources"):
-        sources = data.get(setting)
+    for field in ("sources", "eval_sources"):
+        sources = data.get(field)
         for index, source in enumerate(sources if isinstance(sources, list) else []):
             for key in ("path", "chat_template") if isinstance(source, dict) else ():
                 kind: PathKind = "dataset" if key == "path" else "file"
-                yield from _expand_field_in_place(
-                    f"data.{setting}.{index}.{key}", source, key, kind
-                )
+                yield from _expand_field_in_place(f"data.{field}.{index}.{key}", source, key, kind)
 
 
 def _expand_field_in_place(
@@ -328,26 +326,22 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     pydantic reports an error for each branch of a union and appends the branch to the location;
     users only know the field. ``source``: the files that the settings are from, in words.
     """
-    known_names, unknown_keys = [*setting_names(), *_SOURCE_FIELDS], []
+    known_names, unknowns = [*setting_names(), *_SOURCE_FIELDS], []
     messages: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         # data.sources.0.path.str: the branch is cut off
-        in_source = _SOURCE_KEY_PATTERN.match(name)
+        match = _SOURCE_KEY_PATTERN.match(name)
         if error["type"] == "extra_forbidden":
             for key in _names_in_section(name, error["input"]):
-                lookup = (
-                    (in_source[1] + in_source[3], _SOURCE_FIELDS)
-                    if in_source
-                    else (key, known_names)
-                )
+                lookup = (match[1] + match[3], _SOURCE_FIELDS) if match else (key, known_names)
                 hint = (
                     _ADVICE_BY_KEY.get(key) or _suggest_similar_name(*lookup)
                 ) + _scheduler_option_hint(key)
-                unknown_keys.append(f"{key}: no such key in {source} or its overrides{hint}")
+                unknowns.append(f"{key}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known_names if name == k or name.startswith(k + ".")), name)
-        field = in_source[0] if in_source else field
+        field = match[0] if match else field
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "model_type":
             example = next(
@@ -358,10 +352,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
         if error["type"] == "list_type" and isinstance(error["input"], str):
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         messages.setdefault(f"{field}={error['input']!r}", []).append(message)
-    return [
-        *unknown_keys,
-        *(f"{value}: {'; or: '.join(alternatives)}" for value, alternatives in messages.items()),
-    ]
+    return [*unknowns, *(f"{value}: {'; or: '.join(texts)}" for value, texts in messages.items())]
 
 
 def _scheduler_option_hint(name: str) -> str:

@@ -109,13 +109,9 @@ def _convert_schedule(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def _convert_bf16(value: Any, config: ForeignConfig) -> Outcome:
-    half_keys = [key for key in ("bf16", "bfloat16", "fp16", "float16") if config.is_on(key)]
+    keys = [key for key in ("bf16", "bfloat16", "fp16", "float16") if config.is_on(key)]
     if str(value).lower() == "false":
-        return (
-            IgnoredKey(f"{half_keys[0]} says it")
-            if half_keys
-            else MappedKey({"model.dtype": "fp32"})
-        )
+        return IgnoredKey(f"{keys[0]} says it") if keys else MappedKey({"model.dtype": "fp32"})
     if value == "auto" and (config.is_on("fp16") or config.is_on("float16")):
         return IgnoredKey("fp16 takes precedence")
     settings: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
@@ -134,10 +130,8 @@ def _convert_recompute(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def _convert_profile(value: Any, config: ForeignConfig) -> Outcome:
-    num_skipped = (
-        config.integer("profiler_steps_start") if config.get("profiler_steps_start") else 0
-    )
-    return MappedKey({"train.profile": f"{num_skipped + 1}:{config.integer('profiler_steps')}"})
+    offset = config.integer("profiler_steps_start") if config.get("profiler_steps_start") else 0
+    return MappedKey({"train.profile": f"{offset + 1}:{config.integer('profiler_steps')}"})
 
 
 def _convert_trackers(value: Any, config: ForeignConfig) -> Outcome:

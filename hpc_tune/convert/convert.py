@@ -214,15 +214,13 @@ def convert_config(raw_config: dict[str, Any], ranks: int) -> ConvertedConfig:
     config = ForeignConfig(tool, {**defaults, **values}, ranks)
     if message := next(filter(None, (refusal.message(config) for refusal in tool.refusals)), None):
         raise ConfigError(message)
-    referenced_keys = {
-        name for value in raw_values.values() for name in _REFERENCE.findall(str(value))
-    }
+    references = {name for value in raw_values.values() for name in _REFERENCE.findall(str(value))}
     sheet = _OutcomeRecorder()
     for key in [*raw_values, *(key for key in defaults if key not in raw_values)]:
         outcome = tool.outcome(key, config)
         if outcome is None and key not in config.values:
             outcome = EMPTY_KEY
-        elif outcome is None and key in referenced_keys:
+        elif outcome is None and key in references:
             outcome = IgnoredKey("used where ${...} names it")
         elif outcome is None:
             outcome = UnsupportedKey(UNKNOWN_KEY_ADVICE, to_do=True)
@@ -383,14 +381,12 @@ class _OutcomeRecorder:
     def record_outcome(self, key: str, key_with_value: str, outcome: Outcome) -> None:
         """Record the outcome of a key; ``key_with_value`` is the key with its value."""
         settings = outcome.settings if isinstance(outcome, MappedKey) else {}
-        conflicts = [
+        clashes = [
             name for name, value in settings.items() if self.our_settings.get(name, value) != value
         ]
-        if conflicts:
-            earlier_value = format_their_value(self.our_settings[conflicts[0]])
-            outcome = UnsupportedKey(
-                f"another key gave {conflicts[0]} = {earlier_value} already", to_do=True
-            )
+        if clashes:
+            text = format_their_value(self.our_settings[clashes[0]])
+            outcome = UnsupportedKey(f"another key gave {clashes[0]} = {text} already", to_do=True)
         match outcome:
             case MappedKey():
                 self.our_settings |= settings

@@ -242,10 +242,8 @@ def map_decay_to_zero(schedule: str, steps: int | None, warmup_steps: int) -> Ma
 
 
 def _known_warmup_steps(config: ForeignConfig) -> int:
-    outcome = _convert_warmup(config.get("warmup_steps") or config.get("warmup_ratio", 0), config)
-    return (
-        int(outcome.settings.get("optim.warmup_steps", 0)) if isinstance(outcome, MappedKey) else 0
-    )
+    warmup = _convert_warmup(config.get("warmup_steps") or config.get("warmup_ratio", 0), config)
+    return int(warmup.settings.get("optim.warmup_steps", 0)) if isinstance(warmup, MappedKey) else 0
 
 
 def convert_optimizer(value: Any, config: ForeignConfig) -> Outcome:
@@ -334,10 +332,8 @@ def peft_pattern_rules(their_key: str, our_key: str) -> dict[str, Rule]:
         if config.method == "full":
             return ADAPTER_ONLY_KEY
         start = f"{their_key}."
-        patterns = {key: value for key, value in config.values.items() if key.startswith(start)}
-        return MappedKey(
-            {our_key: {key.removeprefix(start): value for key, value in patterns.items()}}
-        )
+        patterns = {k: value for k, value in config.values.items() if k.startswith(start)}
+        return MappedKey({our_key: {k.removeprefix(start): value for k, value in patterns.items()}})
 
     return {their_key: OFF_KEY, f"{their_key}.*": rule}
 

@@ -146,16 +146,14 @@ class Refusal:
 
     def message(self, config: ForeignConfig) -> str | None:
         """Return the message that refuses the config; None if the config does not ask for it."""
-        refused_keys = [
+        keys = [
             key
             for key, value in config.values.items()
             if _drop_list_indices(key) in self.keys.split() and self.refuses_value(value, config)
         ]
-        if not refused_keys:
+        if not keys:
             return None
-        settings = ", ".join(
-            f"{key} = {format_their_value(config.get(key))}" for key in refused_keys[:3]
-        )
+        settings = ", ".join(f"{key} = {format_their_value(config.get(key))}" for key in keys[:3])
         return (
             f"{settings} in their config: {self.description}, but hpc_tune only has supervised "
             "fine-tuning and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is "
@@ -207,9 +205,7 @@ class Tool:
         name = _drop_list_indices(key)
         parts = name.split(".")
         wildcards = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
-        rule = next(
-            (self.rules[pattern] for pattern in (name, *wildcards) if pattern in self.rules), None
-        )
+        rule = next((self.rules[p] for p in (name, *wildcards) if p in self.rules), None)
         if key not in config.values:
             is_part = any(known_key.startswith(f"{name}.") for known_key in self.rules)
             return EMPTY_KEY if rule or is_part else None

@@ -120,12 +120,10 @@ def _convert_dataset_component(value: Any, config: ForeignConfig) -> Outcome:
             f"compute nodes have no internet: on a login node write the records of {name} to a "
             "JSONL or Parquet file, and set data.path to it"
         )
-        remark = _ALPACA_PREAMBLE_ADVICE if "alpaca" in name else ""
+        note = _ALPACA_PREAMBLE_ADVICE if "alpaca" in name else ""
         if "stack_exchange_paired" in name:
-            remark = (
-                "rename question, response_j and response_k there to prompt, chosen and rejected"
-            )
-        return UnsupportedKey(f"{advice}; {remark}" if remark else advice, to_do=True)
+            note = "rename question, response_j and response_k there to prompt, chosen and rejected"
+        return UnsupportedKey(f"{advice}; {note}" if note else advice, to_do=True)
     if "alpaca" in name:
         return UnsupportedKey(_ALPACA_PREAMBLE_ADVICE, to_do=True)
     if (fields := _FIELDS_BY_COMPONENT.get(name)) is None:
@@ -243,11 +241,9 @@ def _convert_targets(value: Any, config: ForeignConfig) -> Outcome:
         return ADAPTER_ONLY_KEY
     modules = config.get("model.lora_attn_modules")
     modules = modules if isinstance(modules, list) else [modules]
-    known_modules = list(_ATTENTION_LAYERS)
-    if not all(name in known_modules for name in modules if name):
-        reason = (
-            f"there the layers of attention are called {', '.join(known_modules)}; set tune.targets"
-        )
+    layers = list(_ATTENTION_LAYERS)
+    if not all(name in layers for name in modules if name):
+        reason = f"there the layers of attention are called {', '.join(layers)}; set tune.targets"
         return UnsupportedKey(reason, to_do=True)
     names = [our_name for name, our_name in _ATTENTION_LAYERS.items() if name in modules]
     names += _MLP_LAYERS if config.is_on("model.apply_lora_to_mlp") else []
@@ -269,11 +265,7 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
         return None
     targets = list(dict.fromkeys(_FUSED_LAYERS.get(name, name) for name in names))
     layers = {_FUSED_LAYERS[name] for name in names if name in _FUSED_LAYERS}
-    added_parts = [
-        part
-        for part, fused_layer in _FUSED_LAYERS.items()
-        if fused_layer in layers and part not in names
-    ]
+    added_parts = [p for p, layer in _FUSED_LAYERS.items() if layer in layers and p not in names]
     if not layers:
         return MappedKey({"tune.targets": targets})
     remark = f"{' and '.join(sorted(layers))} of the Hugging Face model: one adapter here replaces "
@@ -423,9 +415,7 @@ def _default_settings(config: ForeignConfig) -> dict[str, Any]:
     if config.method != "full":
         defaults |= {"model.lora_rank": 8, "model.lora_alpha": 16}
     if isinstance(datasets := config.get("dataset"), list):
-        is_packed = [
-            isinstance(dataset, dict) and dataset.get("packed") is True for dataset in datasets
-        ]
+        is_packed = [isinstance(d, dict) and d.get("packed") is True for d in datasets]
         return {**defaults, "dataset.packed": any(is_packed)}
     defaults["dataset.packed"] = False
     if "alpaca" in str(config.get("dataset._component_")) and not config.get(

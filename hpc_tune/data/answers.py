@@ -92,12 +92,8 @@ class RenderedChat:
         if index + 1 == len(self.messages):
             return len(self.full_text)
         text = self.render(self.messages_with_sentinel(index + 1)) or ""
-        text_before, sentinel, _ = text.partition(SENTINEL)
-        return (
-            len(os.path.commonprefix([self.full_text, text_before]))
-            if sentinel
-            else len(self.full_text)
-        )
+        prefix, mark, _ = text.partition(SENTINEL)
+        return len(os.path.commonprefix([self.full_text, prefix])) if mark else len(self.full_text)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -105,14 +101,10 @@ class RenderedChat:
 
         It is taken after a turn of another role: a final answer may end with a token of its own.
         """
-        other_turns = [
-            n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"
-        ]
-        if other_turns:
-            plain_text = self.render_first_messages(other_turns[-1])
-            prompted_text = self.render_first_messages(
-                other_turns[-1], include_generation_prompt=True
-            )
+        turns = [n for n, m in enumerate(self.messages, 1) if m["role"] != "assistant"]
+        if turns:
+            plain_text = self.render_first_messages(turns[-1])
+            prompted_text = self.render_first_messages(turns[-1], include_generation_prompt=True)
         else:
             plain_text = self.render([SENTINEL_QUESTION])
             prompted_text = self.render([SENTINEL_QUESTION], include_generation_prompt=True)
@@ -227,9 +219,7 @@ def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def _join_alternatives(node: dict[str, Any]) -> str:
-    branches = [
-        re.escape(char) + _join_alternatives(subtree) for char, subtree in node.items() if char
-    ]
+    branches = [re.escape(char) + _join_alternatives(child) for char, child in node.items() if char]
     if not branches:
         return ""
     pattern = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
@@ -279,11 +269,9 @@ def group_by_answer(
     """
     shares: list[list[Span]] = [[] for _ in answers]
     for block in blocks:
-        begun_answers = [
-            n for n, span in enumerate(answers) if span is not None and span[0] < block[1]
-        ]
+        indices = [n for n, span in enumerate(answers) if span is not None and span[0] < block[1]]
         if block[0] < block[1]:
-            shares[begun_answers[-1] if begun_answers else 0].append(block)
+            shares[indices[-1] if indices else 0].append(block)
     return [*map(tuple, shares)]
 
 
@@ -415,9 +403,9 @@ class AnswerFinder:
 
     def _find_by_sentinel(self, chat: RenderedChat, index: int) -> Span | None:
         # Calls are written after the content, and belong to the answer.
-        sentinel_messages = chat.messages_with_sentinel(index)
-        has_calls = sentinel_messages[index].pop("tool_calls", None) is not None
-        sentinel_text = chat.render(sentinel_messages)
+        messages = chat.messages_with_sentinel(index)
+        has_calls = messages[index].pop("tool_calls", None) is not None
+        sentinel_text = chat.render(messages)
         if sentinel_text is None or sentinel_text.count(SENTINEL) != 1:
             return None
         text_before, _, text_after = sentinel_text.partition(SENTINEL)
@@ -433,9 +421,7 @@ class AnswerFinder:
         if chat.full_text[:start] != text_before[:start]:
             return None
         is_last = index + 1 == len(chat.messages)
-        text_as_last_turn = (
-            sentinel_text if is_last else chat.render(sentinel_messages[: index + 1])
-        )
+        text_as_last_turn = sentinel_text if is_last else chat.render(messages[: index + 1])
         stop = self._end_after_sentinel(chat, index, text_after, text_as_last_turn)
         if stop is None or (has_calls and stop > chat.next_content_start(index)):
             return None  # its calls are written elsewhere, with other messages in between
@@ -449,11 +435,9 @@ class AnswerFinder:
         ``text_after`` follows its sentinel in the whole chat; ``text_as_last_turn`` is the chat up
         to this answer, with the sentinel; None if the template refuses that.
         """
-        full_text, after_alone = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
-        end_length = self._common_special_prefix_length(text_after, after_alone)
-        if not end_length and (
-            text_as_last_turn is None or self._next_special_token.match(after_alone)
-        ):
+        full_text, ending = chat.full_text, (text_as_last_turn or "").partition(SENTINEL)[2]
+        end_length = self._common_special_prefix_length(text_after, ending)
+        if not end_length and (text_as_last_turn is None or self._next_special_token.match(ending)):
             end_length = self._shared_end_token_length(chat, index, text_after)
         if full_text.endswith(text_after):
             return len(full_text) - len(text_after) + end_length
@@ -514,17 +498,15 @@ class AnswerFinder:
         ]
         if any(text is None or text.count(SENTINEL) != 1 for text in texts):
             return None
-        remaining_text, plain, prompt = ((text or "").partition(SENTINEL)[2] for text in texts)
-        if not full_text.endswith(remaining_text):
+        rest, plain, prompt = ((text or "").partition(SENTINEL)[2] for text in texts)
+        if not full_text.endswith(rest):
             return None
         # The previous turn may end differently here than when it ends the chat.
         min_length = len(os.path.commonprefix([plain, prompt]))
         min_length = max(min_length, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
         for length in [len(prompt), *self._token_and_line_ends(prompt)]:
-            if (length > min_length or length == len(prompt)) and remaining_text.startswith(
-                prompt[:length]
-            ):
-                start = len(full_text) - len(remaining_text) + length
+            if (length > min_length or length == len(prompt)) and rest.startswith(prompt[:length]):
+                start = len(full_text) - len(rest) + length
                 return start + len(opening) * full_text.startswith(opening, start)
         return None
 

@@ -102,12 +102,8 @@ class Renderer:
                 " model's"
             )
         original = example = replace(example, messages=self._fill_null_content(example.messages))
-        other_roles = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
-        roles = (
-            f"; roles beside system, user and assistant: {', '.join(other_roles)}"
-            if other_roles
-            else ""
-        )
+        extras = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
+        note = f"; roles beside system, user and assistant: {', '.join(extras)}" if extras else ""
         try:
             example, full_text = self._render_chat(example)
         except TemplateSyntaxError as error:  # the model's own; a file's was parsed before
@@ -119,7 +115,7 @@ class Renderer:
         except TEMPLATE_ERRORS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_MAX_REASON_CHARS]}"
-            return f"the chat template refused the messages ({reason}){roles}"
+            return f"the chat template refused the messages ({reason}){note}"
         if ESCAPE_IN_ASCII_JSON in full_text and example != original:
             return _ASCII_JSON_REASON
         self._count_omitted_content(example, full_text)
@@ -127,7 +123,7 @@ class Renderer:
             return RenderedText(full_text, None, weights=_drop_weights_if_all_one([example.weight]))
         answer_indices = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
         if not answer_indices:
-            return f"no answer of the assistant{roles}"
+            return f"no answer of the assistant{note}"
         answer_spans = self._find_learned_spans(example, answer_indices, full_text)
         if self._loss_on == "all":
             return self._select_all_except_unlearned(
@@ -228,15 +224,13 @@ class Renderer:
         what is learned, text and answer stay as they are.
         """
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
-        text_and_span = None
+        extension = None
         if not is_marked:
-            rendered_chat = self._make_rendered_chat(chat, full_text)
-            text_and_span = self._answer_finder.extend_by_next_turn_token(
-                rendered_chat, answer_index, span
-            )
-        self._counters.unended_answers += text_and_span is None
-        self._counters.ended_by_next += text_and_span is not None
-        return text_and_span or (full_text, span)
+            rendering = self._make_rendered_chat(chat, full_text)
+            extension = self._answer_finder.extend_by_next_turn_token(rendering, answer_index, span)
+        self._counters.unended_answers += extension is None
+        self._counters.ended_by_next += extension is not None
+        return extension or (full_text, span)
 
     def _make_rendered_chat(self, chat: Chat, full_text: str) -> RenderedChat:
         return RenderedChat(
@@ -266,11 +260,9 @@ class Renderer:
             return chat, self._apply_template(chat.messages, include_generation_prompt, chat.tools)
         except TEMPLATE_ERRORS:
             as_text = replace(chat, messages=serialize_arguments(chat.messages))
-            full_text = self._make_render_function(chat)(
-                as_text.messages, include_generation_prompt
-            )
-            if as_text != chat and full_text is not None:
-                return as_text, full_text
+            text = self._make_render_function(chat)(as_text.messages, include_generation_prompt)
+            if as_text != chat and text is not None:
+                return as_text, text
             raise
 
     def _find_learned_spans(
@@ -320,17 +312,13 @@ class Renderer:
             and (text := (message.get("content") or "").strip())
             and not (message["role"] in self._written_roles and text in full_text)
         }
-        sentinel_messages = [
+        messages = [
             {**message, "content": suspects[number]} if number in suspects else message
             for number, message in enumerate(chat.messages)
         ]
         names = [_tool_name(tool) for tool in chat.tools or ()]
         try:
-            sentinel_text = (
-                self._apply_template(sentinel_messages, False, chat.tools).lower()
-                if suspects
-                else ""
-            )
+            output = self._apply_template(messages, False, chat.tools).lower() if suspects else ""
             if names and not (self._shows_tools and all(name in full_text for name in names)):
                 template, _ = self._templates.choose(has_tools=True)
                 self._shows_tools = (
@@ -341,7 +329,7 @@ class Renderer:
             return
         for number, sentinel in suspects.items():
             role = chat.messages[number]["role"]
-            if sentinel.lower() in sentinel_text:
+            if sentinel.lower() in output:
                 self._written_roles.add(role)
             else:
                 self._counters.count_role("left_out", role)

@@ -82,12 +82,8 @@ class MegatronIndex:
     def sequence_byte_offsets(self, start: int, stop: int) -> np.ndarray:
         """Return the byte offsets of sequences; one past the last of them, the size of the .bin."""
         offset = _IDX_HEADER.size + 4 * self.num_sequences + 8 * start
-        byte_offsets = self._read_values("<i8", offset, min(stop, self.num_sequences) - start)
-        return (
-            np.append(byte_offsets, self.data.stat().st_size)
-            if stop > self.num_sequences
-            else byte_offsets
-        )
+        bounds = self._read_values("<i8", offset, min(stop, self.num_sequences) - start)
+        return np.append(bounds, self.data.stat().st_size) if stop > self.num_sequences else bounds
 
     def first_sequence_indices(self, start: int, stop: int) -> np.ndarray:
         """Return documents' first sequences; one past the last document, the sequence count."""
@@ -137,10 +133,8 @@ def open_megatron_index(data: Path) -> MegatronIndex:
             if code in _IDX_FLOAT_CODES
             else f"of the unknown code {code}"
         )
-        problem = (
-            f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
-        )
-        raise DataError(f"{file} {problem}; {_MEGATRON_ADVICE}")
+        fault = f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
+        raise DataError(f"{file} {fault}; {_MEGATRON_ADVICE}")
     expected_size = _IDX_HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected_size + num_sequences > expected_size:
         raise DataError(
@@ -466,9 +460,7 @@ def _split_file(file: Path) -> list[Chunk]:
     if kind == "csv" or raw_files.is_compressed(file):
         return [Chunk(kind, str(file), 0, size)]
     step = max(CHUNK_BYTES, -(-size // MAX_CHUNKS_PER_FILE))
-    return [
-        Chunk(kind, str(file), start, min(start + step, size)) for start in range(0, size, step)
-    ]
+    return [Chunk(kind, str(file), i, min(i + step, size)) for i in range(0, size, step)]
 
 
 def _read_rows(

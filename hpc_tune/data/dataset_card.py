@@ -173,11 +173,8 @@ def _find_configurations(
             for split, paths in patterns.items()
         }
         if not data_files:
-            held_out = find_held_out(splits["train"])
-            splits = {
-                "train": [f for f in splits["train"] if f not in held_out],
-                "others": held_out,
-            }
+            rest = find_held_out(splits["train"])
+            splits = {"train": [f for f in splits["train"] if f not in rest], "others": rest}
         name = str(config.get("config_name") or "default")
         is_default = bool(config.get("default")) or name == "default"
         yield DatasetConfiguration(name, is_default, splits, patterns)

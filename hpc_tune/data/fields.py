@@ -86,12 +86,10 @@ def read_loss_weight(fields: dict[str, Any], location: str) -> float | None:
     Raises:
         WrongRecord: if a mark is not a valid number, or two of them contradict each other.
     """
-    marks = {name: fields[name] for name in LOSS_WEIGHT_FIELDS if not is_unset(fields.get(name))}
-    weights = {name: _parse_loss_weight(name, value, location) for name, value in marks.items()}
+    marks = {n: fields[n] for n in LOSS_WEIGHT_FIELDS if not is_unset(fields.get(n))}
+    weights = {n: _parse_loss_weight(n, value, location) for n, value in marks.items()}
     # A mark that only says "learned" leaves the weight to the other marks.
-    values = {weights[name] for name in _NUMERIC_WEIGHT_FIELDS if name in weights} or set(
-        weights.values()
-    )
+    values = {weights[n] for n in _NUMERIC_WEIGHT_FIELDS if n in weights} or set(weights.values())
     if len(values) > 1 or len(set(map(bool, weights.values()))) > 1:
         raise WrongRecord(f"{location}: {' and '.join(marks)} contradict each other")
     return values.pop() if values else None
@@ -325,12 +323,8 @@ def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any
 def parse_input_field(record: dict[str, Any]) -> dict[str, Any]:
     """Return a row of OpenAI's form with ``input`` as an object, if it is a JSON string of one."""
     raw_input = record.get("input")
-    parsed = _parse_json(raw_input) if isinstance(raw_input, str) else None
-    return (
-        {**record, "input": parsed}
-        if isinstance(parsed, dict) and _find_chat_key(parsed)
-        else record
-    )
+    data = _parse_json(raw_input) if isinstance(raw_input, str) else None
+    return {**record, "input": data} if isinstance(data, dict) and _find_chat_key(data) else record
 
 
 def is_chat(value: Any) -> bool:

@@ -143,9 +143,7 @@ def describe_read_files(found: FoundFiles) -> str:
 def describe_skipped_files(found: FoundFiles) -> Iterator[str]:
     """Yield a line for each reason why files are not read."""
     for reason in sorted({reason for _, reason in found.skipped_files}):
-        files = sorted(
-            (f for f, file_reason in found.skipped_files if file_reason == reason), key=str
-        )
+        files = sorted((f for f, r in found.skipped_files if r == reason), key=str)
         yield f"left out {_join_names(files)}: {reason}"
 
 
@@ -214,26 +212,17 @@ def _find_by_glob(name: str, matches: Sequence[Path]) -> FoundFiles:
 
 def _find_in_folder(folder: Path) -> FoundFiles:
     if (snapshots := choose_snapshot(folder)) is not None:
-        snapshot, other_snapshots = snapshots
-        found_files = _find_in_folder(snapshot)
+        snapshot, rest = snapshots
+        result = _find_in_folder(snapshot)
         reason = f"another revision of the dataset; the one that is read is {snapshot.name}"
-        return FoundFiles(
-            found_files.files,
-            (*found_files.skipped_files, *((revision, reason) for revision in other_snapshots)),
-        )
+        return FoundFiles(result.files, (*result.skipped_files, *((path, reason) for path in rest)))
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _find_saved_dataset(folder)
-    files, skipped_files = _split_by_known_kind(_list_files(folder, set()))
+    files, non_data = _split_by_known_kind(_list_files(folder, set()))
     if not files:
-        note = (
-            f"; it has {', '.join(str(file) for file, _ in skipped_files[:3])}"
-            if skipped_files
-            else ""
-        )
+        note = f"; it has {', '.join(str(file) for file, _ in non_data[:3])}" if non_data else ""
         raise DataError(f"{folder} is a folder without any {KNOWN_KINDS_TEXT} file{note}")
-    card_choice = choose_train_files(
-        folder, lambda card_files: _find_held_out_files(card_files, folder)
-    )
+    card_choice = choose_train_files(folder, lambda paths: _find_held_out_files(paths, folder))
     if card_choice is not None and set(card_choice[0]) <= set(files):
         kept_files, skip_reasons = card_choice
         note = "not named by the dataset's card"
@@ -253,7 +242,7 @@ def _find_in_folder(folder: Path) -> FoundFiles:
             f"{folder} mixes kinds of data: {summary}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
-    return FoundFiles(tuple(kept_files), (*skipped_files, *unread_files))
+    return FoundFiles(tuple(kept_files), (*non_data, *unread_files))
 
 
 def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
@@ -293,15 +282,13 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
 
 def _advise_on_cache(folder: Path, cache_folders: Sequence[Path]) -> str:
     """Return what to do about a folder that contains folders of the hub's cache."""
-    repos = [
-        path for path in cache_folders if not path.name.startswith(CACHE_FOLDER_PREFIXES["model"])
-    ]
+    repos = [p for p in cache_folders if not p.name.startswith(CACHE_FOLDER_PREFIXES["model"])]
     if not repos:
         return (
             f"{folder} contains {cache_folders[0].name}, a model in the hub's cache, which is not "
             "data; name the dataset (datasets--OWNER--NAME) or its files in data.path"
         )
-    names = " or ".join(f"data.path={path}" for path in sorted(repos)[:_MAX_LISTED_NAMES])
+    names = " or ".join(f"data.path={p}" for p in sorted(repos)[:_MAX_LISTED_NAMES])
     return (
         f"{folder} contains {repos[0].name}, a folder of the hub's cache; name that folder itself: "
         + names
@@ -345,12 +332,10 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
 
 def _find_held_out_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Return held-out files such as test-00000-of-00001.parquet, if others are beside them."""
-    hub_splits = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
-    if "train" in hub_splits.values():
-        held_out = [file for file in files if hub_splits.get(file, "train") != "train"]
-        held_out += [
-            file for file in files if file not in hub_splits and _is_held_out(file, folder)
-        ]
+    splits = {file: m["split"] for file in files if (m := _HUB_FILE_NAME.match(file.name))}
+    if "train" in splits.values():
+        held_out = [file for file in files if splits.get(file, "train") != "train"]
+        held_out += [file for file in files if file not in splits and _is_held_out(file, folder)]
     else:
         held_out = [file for file in files if _is_held_out(file, folder)]
     return held_out if len(held_out) < len(files) else []
@@ -370,11 +355,9 @@ def _require_one_configuration(folder: Path, files: Sequence[Path]) -> None:
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
     """
-    hub_splits = {
-        (file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))
-    }
-    if len(hub_splits) > 1:
-        choices = sorted(f"{parent}/{split}-*" for parent, split in hub_splits)
+    splits = {(file.parent, m["split"]) for file in files if (m := _HUB_FILE_NAME.match(file.name))}
+    if len(splits) > 1:
+        choices = sorted(f"{parent}/{split}-*" for parent, split in splits)
         raise DataError(
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
             f"of them in a list: data.path={' or '.join(choices[:_MAX_LISTED_NAMES])}"
@@ -490,7 +473,5 @@ def _suggest_paths(path: Path) -> str:
     names = [entry.name for entry in path.parent.iterdir()]
     matches = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     return (
-        f"; did you mean {' or '.join(str(path.parent / name) for name in matches)}?"
-        if matches
-        else ""
+        f"; did you mean {' or '.join(str(path.parent / n) for n in matches)}?" if matches else ""
     )

@@ -295,18 +295,14 @@ class TokenStore:
                 attributes = _read_attributes(path, hdf5_file)
                 dtypes = {**_DTYPES, **FORM_DATASETS[attributes.form]}
                 dtypes |= WEIGHT_DATASETS if attributes.has_weights else {}
-                extents = {
-                    name: _find_dataset(path, hdf5_file, name, dtypes[name]) for name in dtypes
-                }
+                extents = {n: _find_dataset(path, hdf5_file, n, dtypes[n]) for n in dtypes}
         except _HDF5_ERRORS as error:
             raise DataError(
                 f"{path} cannot be read as HDF5 ({error!r}); copy it again, or "
                 f"{PREPARE_AGAIN_ADVICE}"
             ) from error
         file = _OpenFile(path)
-        store = cls(
-            path, attributes, {name: Column(file, *extent) for name, extent in extents.items()}
-        )
+        store = cls(path, attributes, {n: Column(file, *extent) for n, extent in extents.items()})
         store._require_consistent()
         return store
 
@@ -414,9 +410,9 @@ class TokenStore:
         values, counts = self.length_values, self.length_counts
         min_tokens = int(values @ counts)
         max_tokens = min_tokens if self.labels is None else 2 * min_tokens
-        problems = [
-            problem
-            for problem, is_right in {
+        flaws = [
+            flaw
+            for flaw, is_right in {
                 "no documents": self.num_documents > 0,
                 "tokens and loss_mask differ in size": len(self.loss_mask) == self.num_tokens,
                 "loss_weights do not fit the tokens": self.loss_weights is None
@@ -437,10 +433,8 @@ class TokenStore:
             }.items()
             if not is_right
         ]
-        if problems:
-            raise DataError(
-                f"{self.path} is damaged: {'; '.join(problems)}; {PREPARE_AGAIN_ADVICE}"
-            )
+        if flaws:
+            raise DataError(f"{self.path} is damaged: {'; '.join(flaws)}; {PREPARE_AGAIN_ADVICE}")
 
 
 def split_sides(tokens: np.ndarray, mask: np.ndarray, len_first: int) -> list[TokensAndMask]:

@@ -256,11 +256,9 @@ class Loader:
             ConfigError: if it is a position in another stream.
             CheckpointError: if it is not a position.
         """
-        differing = {k: v for k, v in self._identity.items() if state.get(k) != v}
-        if differing:
-            diffs = [
-                f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in differing.items()
-            ]
+        changes = {k: v for k, v in self._identity.items() if state.get(k) != v}
+        if changes:
+            diffs = [f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in changes.items()]
             raise ConfigError(
                 f"the rows have another order than this run was trained with ({'; '.join(diffs)}). "
                 "Give the old values, or another run.dir"
@@ -425,12 +423,10 @@ def _count_overlong_documents(store: TokenStore, seq_len: int) -> Counter[int]:
     length_counts = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))
     if counters.cut_lengths:  # cut documents now count as full rows
         length_counts[store.attributes.seq_len] -= counters.truncated
-    rounded_counts = Counter({int(length): num for length, num in counters.cut_lengths.items()})
+    totals = Counter({int(length): num for length, num in counters.cut_lengths.items()})
     for length, num in length_counts.items():
-        rounded_counts[round_up_length(length)] += num if length > seq_len else 0
-    return Counter(
-        {length: num for length, num in rounded_counts.items() if length > seq_len and num > 0}
-    )
+        totals[round_up_length(length)] += num if length > seq_len else 0
+    return Counter({length: num for length, num in totals.items() if length > seq_len and num > 0})
 
 
 def _length_quantile(lengths: Counter[int], fraction: float) -> int:

@@ -258,20 +258,16 @@ def _read_batch(rows: Rows, indices: range, stride: int) -> Batch:
     if rows.form == "pairs":
         pair_batch = lay_out([[side for sides in row.sides for side in sides] for row in read_rows])
         return replace(pair_batch, pairs=_make_pairs(read_rows))
-    own_batch = lay_out([[sides[0] for sides in row.sides] for row in read_rows])
+    batch = lay_out([[sides[0] for sides in row.sides] for row in read_rows])
     if rows.form == "answers":
-        return own_batch
-    mismatched_batch = lay_out(
-        [[sides[1] for sides in row.sides if len(sides) > 1] for row in read_rows]
-    )
+        return batch
+    mismatch = lay_out([[sides[1] for sides in row.sides if len(sides) > 1] for row in read_rows])
     pairs = _make_pairs(read_rows)
     # Each batch counts only the tokens of its own side.
     num_loss_tokens_P2 = pairs.num_loss_tokens_P2
     first, second = (num_loss_tokens_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
-    mismatched_batch = replace(mismatched_batch, pairs=replace(pairs, num_loss_tokens_P2=second))
-    return replace(
-        own_batch, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched_batch=mismatched_batch
-    )
+    mismatch = replace(mismatch, pairs=replace(pairs, num_loss_tokens_P2=second))
+    return replace(batch, pairs=replace(pairs, num_loss_tokens_P2=first), mismatched_batch=mismatch)
 
 
 def _make_pairs(rows: Sequence[RowDocuments]) -> PreferencePairs:

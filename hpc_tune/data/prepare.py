@@ -314,17 +314,8 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    encoding_version = (
-        _LABELS_ENCODING_VERSION if settings.reading.form == "labels" else _ENCODING_VERSION
-    )
-    facts = [
-        version,
-        encoding_version,
-        __version__,
-        source_fingerprint(paths),
-        tokenizer,
-        *values.values(),
-    ]
+    encoding = _LABELS_ENCODING_VERSION if settings.reading.form == "labels" else _ENCODING_VERSION
+    facts = [version, encoding, __version__, source_fingerprint(paths), tokenizer, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

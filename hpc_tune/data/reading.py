@@ -165,44 +165,40 @@ def _rename_fields(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row with its fields under the names they are read as, and the renamed {old: new}."""
     names = {old: new for old, new in reading.columns if old in row}
-    kept_fields = dict(row)
+    fields = dict(row)
     if reading.columns:
-        target_names = {new for _, new in reading.columns}
-        forms = [form for form in FORMS if target_names.intersection(form.own_fields)]
-        other_fields = {
+        targets = {new for _, new in reading.columns}
+        forms = [form for form in FORMS if targets.intersection(form.own_fields)]
+        foreign = {
             name for form in FORMS if forms and form not in forms for name in form.own_fields
         }
         groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
         is_form_set = reading.form == "answers" and bool(forms)  # data.columns says what is learned
-        other_fields.update(*(g for g in groups if is_form_set or target_names.intersection(g)))
-        kept_fields = {
-            k: v for k, v in row.items() if k not in names and k not in other_fields | target_names
-        }
-    renamed_row = {**kept_fields, **{new: row[old] for old, new in names.items()}}
-    is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed_row))
-    if not is_pair and (known_renames := _find_known_renames(renamed_row)):
+        foreign.update(*(g for g in groups if is_form_set or targets.intersection(g)))
+        fields = {k: v for k, v in row.items() if k not in names and k not in foreign | targets}
+    new_row = {**fields, **{new: row[old] for old, new in names.items()}}
+    is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(new_row))
+    if not is_pair and (known_renames := _find_known_renames(new_row)):
         # A field without a value may have the name that another one is read under.
         taken_names = {new for old, new in known_renames.items() if old != new}
-        renamed_row = {
+        new_row = {
             known_renames.get(name, name): value
-            for name, value in renamed_row.items()
+            for name, value in new_row.items()
             if name in known_renames or name not in taken_names
         }
         names = {old: known_renames.get(new, new) for old, new in names.items()}
-        names |= {old: new for old, new in known_renames.items() if old in kept_fields}
-    form = next(
-        (form for form in FORMS if renamed_row.get(form.required_fields[0]) is not None), None
-    )
+        names |= {old: new for old, new in known_renames.items() if old in fields}
+    form = next((form for form in FORMS if new_row.get(form.required_fields[0]) is not None), None)
     form_fields = {*form.own_fields, *form.shared_fields} if form else set()
     form_fields.discard("response")  # it is read only under another name
     if reading.form != "answers":
         form_fields = {*PAIR_FIELDS} if is_pair else {*form_fields, *LABEL_FIELDS}
-    read_fields = form_fields.intersection(kept_fields) | names.keys()
+    read_fields = form_fields.intersection(fields) | names.keys()
     findings.read_as |= names
     findings.note_columns(
         read_fields, (name for name in row if name not in read_fields and row[name] is not None)
     )
-    return renamed_row, names
+    return new_row, names
 
 
 def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
@@ -211,27 +207,21 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
     Raises:
         WrongRecord: if either of two fields could be meant.
     """
-    field_names = [name for name, value in row.items() if value is not None]
-    system = (
-        {"system_prompt": "system"}
-        if "system_prompt" in field_names and "system" not in field_names
-        else {}
-    )
-    if any(name in field_names for name in CHAT_FIELDS):
+    keys = [name for name, value in row.items() if value is not None]
+    system = {"system_prompt": "system"} if "system_prompt" in keys and "system" not in keys else {}
+    if any(name in keys for name in CHAT_FIELDS):
         return system
-    if "text" in field_names:
+    if "text" in keys:
         return {}
-    questions = [name for name in _QUESTION_FIELDS if name in field_names]
-    answers = [name for name in _ANSWER_FIELDS if name in field_names]
+    questions = [name for name in _QUESTION_FIELDS if name in keys]
+    answers = [name for name in _ANSWER_FIELDS if name in keys]
     if not questions or not answers:
         return {}
     pairs = {
-        form.required_fields[0]: form.required_fields[1]
-        for form in FORMS
-        if len(form.required_fields) > 1
+        f.required_fields[0]: f.required_fields[1] for f in FORMS if len(f.required_fields) > 1
     }
     names: dict[str, str] = {}
-    question = next((q for q, a in pairs.items() if q in field_names and a in field_names), None)
+    question = next((q for q, a in pairs.items() if q in keys and a in keys), None)
     if question is None:
         for several in (questions, answers):
             if len(several) > 1:
@@ -241,10 +231,10 @@ def _find_known_renames(row: dict[str, Any]) -> dict[str, str]:
                 )
         # ms-swift's query and response have a history, as alpaca's instruction and output do.
         is_swift = [*questions, *answers] == ["query", "response"] and bool(row.get("history"))
-        is_alpaca = questions == ["instruction"] or "context" in field_names or is_swift
+        is_alpaca = questions == ["instruction"] or "context" in keys or is_swift
         question = "instruction" if is_alpaca else "prompt"
         names = {questions[0]: question, answers[0]: pairs[question]}
-    if "context" in field_names and "input" not in field_names and question == "instruction":
+    if "context" in keys and "input" not in keys and question == "instruction":
         names["context"] = "input"
     return {old: new for old, new in (names | system).items() if old != new}
 

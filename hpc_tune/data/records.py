@@ -133,11 +133,9 @@ def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
     with the assistant.
     """
     record = unpack_chats(record, CHAT_FIELDS)
-    unpacked = unpack_chats(record, ("prompt", "completion"))
-    are_messages = (
-        is_chat(unpacked.get("prompt")) or _role_at(unpacked.get("completion"), 0) == "assistant"
-    )
-    return unpacked if are_messages else record
+    row = unpack_chats(record, ("prompt", "completion"))
+    are_messages = is_chat(row.get("prompt")) or _role_at(row.get("completion"), 0) == "assistant"
+    return row if are_messages else record
 
 
 def _advise_on_form(record: dict[str, Any]) -> str:
@@ -222,25 +220,21 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
     row_weight, weights = read_loss_weight(record, "the row"), {}
     for number, message in enumerate(messages):
         location = f"{field}: message {number + 1} ({message['role']})"
-        own_weight = read_loss_weight(message, location)
-        if own_weight and message["role"] != "assistant":
+        weight = read_loss_weight(message, location)
+        if weight and message["role"] != "assistant":
             raise WrongRecord(
                 f"{location} is marked to be learned, but only the assistant's are, or all text "
                 "with data.loss_on=all: remove the mark"
             )
-        if (
-            message["role"] == "assistant"
-            and (row_weight if own_weight is None else own_weight) == 0
-        ):
+        if message["role"] == "assistant" and (row_weight if weight is None else weight) == 0:
             unlearned.add(number)
-        elif own_weight is not None and own_weight not in (0, 1):
-            weights[number] = own_weight * (row_weight or 1.0)
+        elif weight is not None and weight not in (0, 1):
+            weights[number] = weight * (row_weight or 1.0)
         # Templates check whether a key exists, and other rows may have given it to this one.
         plain_message = {
-            key: value
-            for key, value in message.items()
-            if key == "content"
-            or not (key in (*LOSS_WEIGHT_FIELDS, *_CALL_KEYS) or is_unset(value))
+            k: v
+            for k, v in message.items()
+            if k == "content" or not (k in (*LOSS_WEIGHT_FIELDS, *_CALL_KEYS) or is_unset(v))
         }
         if "content" in plain_message:
             plain_message["content"] = _read_content(plain_message["content"], location)

@@ -179,10 +179,8 @@ class DocumentDecoder:
     def __init__(self, tokenizer: FastTokenizer, style: TextStyle) -> None:
         """Take the tokenizer that the documents were made with."""
         self._backend, self._style = tokenizer.backend_tokenizer, style
-        added_tokens = self._backend.get_added_tokens_decoder()
-        self._special = {
-            number: token.content for number, token in added_tokens.items() if token.special
-        }
+        tokens = self._backend.get_added_tokens_decoder()
+        self._special = {number: token.content for number, token in tokens.items() if token.special}
         self._typed_token_pattern = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = style.paint("learned", style.learned)
 
@@ -284,10 +282,8 @@ def _subtract_counts(counts_before: dict[str, Any], counters: Counters) -> Count
     new: dict[str, Any] = {}
     for name, value in asdict(counters).items():
         if isinstance(value, dict):
-            differences = {
-                key: count - counts_before[name].get(key, 0) for key, count in value.items()
-            }
-            new[name] = {key: count for key, count in differences.items() if count}
+            changes = {key: count - counts_before[name].get(key, 0) for key, count in value.items()}
+            new[name] = {key: count for key, count in changes.items() if count}
         else:
             new[name] = value - counts_before[name]
     return Counters(**new)

@@ -120,10 +120,7 @@ class ChatTemplates:
         """Take what a tokenizer has: the text of a template, a dict of several, or nothing."""
         templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
         self._templates_by_name = {
-            name: (
-                fixed_template := freeze_template_date(template),
-                mark_generation_blocks(fixed_template),
-            )
+            name: (text := freeze_template_date(template), mark_generation_blocks(text))
             for name, template in templates.items()
             if template
         }

@@ -326,9 +326,7 @@ class OffloadedInputs:
     def _offload_input(self, x: torch.Tensor) -> "_OffloadedTensor":
         self._release_copied_input()
         x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
-        offloaded = _OffloadedTensor(
-            x, [self._take_block(size) for size in sizes], self._last_input
-        )
+        offloaded = _OffloadedTensor(x, [self._take_block(n) for n in sizes], self._last_input)
         weakref.finalize(offloaded, self._return_blocks, sizes, offloaded.blocks)
         parts, host_parts = offloaded.pair_with_blocks(x)
         self._pending_copy = x, self._copy(host_parts, parts)

@@ -213,20 +213,16 @@ def _with_dispatch(
         send_SH = hidden_NH[order_S // num_chosen]
         inverse_S = torch.empty_like(order_S)
         inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        row_counts, send, receive = exchange.exchange_counts(ids_S)
+        counts, send, receive = exchange.exchange_counts(ids_S)
         received_H = exchange(send_SH, send, receive)
         del send_SH
-        local_ids = torch.arange(exchange.experts_per_rank, device=row_counts.device).repeat(
-            len(row_counts)
-        )
-        local_ids = torch.repeat_interleave(
-            local_ids, row_counts.flatten(), output_size=sum(receive)
-        )
+        own_ids = torch.arange(exchange.experts_per_rank, device=counts.device).repeat(len(counts))
+        own_ids = torch.repeat_interleave(own_ids, counts.flatten(), output_size=sum(receive))
         if not sum(receive):  # matmuls need a row, and weights need a gradient
             received_H = torch.cat([received_H, received_H.new_zeros(1, received_H.shape[1])])
-            local_ids = local_ids.new_zeros(1)
-        unit_weights = weights_NK.new_ones(len(local_ids), 1)
-        out_H = local_forward(received_H, local_ids.unsqueeze(1), unit_weights)[: sum(receive)]
+            own_ids = own_ids.new_zeros(1)
+        unit_weights = weights_NK.new_ones(len(own_ids), 1)
+        out_H = local_forward(received_H, own_ids.unsqueeze(1), unit_weights)[: sum(receive)]
         returned_SH = exchange(out_H, receive, send)
         each_NKH = returned_SH[inverse_S].view(num_tokens, num_chosen, -1)
         summed_NH = (each_NKH * weights_NK.unsqueeze(-1)).sum(1)

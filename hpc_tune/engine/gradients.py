@@ -195,17 +195,15 @@ def sum_squares(
     If ``is_distributed``, weights are spread over ranks, and each one's sum is divided by its
     number of copies, so that the sum over all ranks counts it once. A tied copy is left out.
     """
-    grad_pairs = [
-        (b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.is_tied
-    ]
-    grad_pairs += [
+    pairs = [(b.grads, b.num_copies if is_distributed else 1) for b in buckets if not b.is_tied]
+    pairs += [
         (weight.local_grad, weight.num_copies)
         for weight in sharded_weights
         if weight.parameter.grad is not None and not weight.is_tied
     ]
     on_host = torch.zeros((), dtype=torch.float64)
     on_device: dict[int, list[torch.Tensor]] = {}
-    for grad, num_copies in grad_pairs:
+    for grad, num_copies in pairs:
         if grad.device.type == "cpu":
             on_host += _sum_squares_fp64(grad) / num_copies
         else:
@@ -213,7 +211,7 @@ def sum_squares(
     if device.type == "cpu":
         return on_host
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if any(grad.device.type == "cpu" for grad, _ in grad_pairs):
+    if any(grad.device.type == "cpu" for grad, _ in pairs):
         total += on_host.pin_memory().to(device, non_blocking=True)
     for num_copies, grads in on_device.items():
         total += _sum_squares_fused(grads) / num_copies

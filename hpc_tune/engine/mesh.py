@@ -76,10 +76,8 @@ class Mesh:
         the mesh for experts that are spread over ranks.
         """
         assert self._shard_meshes is not None, "no weights are sharded"
-        shard_mesh, replicated_mesh = (
-            self._expert_shard_meshes if for_experts else self._shard_meshes
-        )
-        return replicated_mesh if includes_replicas else shard_mesh
+        shard_mesh, replica_mesh = self._expert_shard_meshes if for_experts else self._shard_meshes
+        return replica_mesh if includes_replicas else shard_mesh
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh of ``axis``, and the mesh of replicate x ``axis``."""

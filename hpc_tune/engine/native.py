@@ -247,9 +247,7 @@ class NativeEngine:
                 else:
                     objective_sums = [self._forward(0, batch, None) for batch in local_batches]
                 if self._shared_rows is not None:
-                    objective_sums = [
-                        self._shared_rows.sum_over_ranks(out) for out in objective_sums
-                    ]
+                    objective_sums = [self._shared_rows.sum_over_ranks(s) for s in objective_sums]
                 coordinates = self._mesh.coordinates
                 if objective_sums and coordinates.tensor == coordinates.context == 0:
                     yield from zip(whole_batches, objective_sums, strict=True)
@@ -440,11 +438,9 @@ class NativeEngine:
             scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
             for bucket in self._buckets:
                 bucket.grads.mul_(scale)
-            sharded_grads = [
-                t.local_grad for t in self._sharded_weights if t.parameter.grad is not None
-            ]
-            if sharded_grads:
-                torch._foreach_mul_(sharded_grads, scale.to(sharded_grads[0].device))
+            grads = [t.local_grad for t in self._sharded_weights if t.parameter.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
         return norm
 
 

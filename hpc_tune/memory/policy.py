@@ -195,9 +195,7 @@ def host_level(
 ) -> Level:
     """Return the level for a step's peak, given the level before and the growth per step."""
     share = used_bytes / limit
-    level = max(
-        lev for lev, threshold in fill_limits.level_thresholds.items() if share >= threshold
-    )
+    level = max(lev for lev, bound in fill_limits.level_thresholds.items() if share >= bound)
     old_level = min(previous_level, max(fill_limits.level_thresholds))
     if (
         old_level > level

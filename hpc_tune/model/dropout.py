@@ -33,16 +33,14 @@ class RowDropout(nn.Module):
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
         if not self.training:
             return x
-        rows, row_sharing = batch_context.batch.rows, batch_context.batch.row_sharing
-        num_tokens = (
-            x.shape[:-1].numel() // len(rows) * (row_sharing.part.size if row_sharing else 1)
-        )
+        rows, sharing = batch_context.batch.rows, batch_context.batch.row_sharing
+        num_tokens = x.shape[:-1].numel() // len(rows) * (sharing.part.size if sharing else 1)
         mask = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
         for row, row_mask in zip(rows, mask, strict=True):
             row_mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
-        if row_sharing:
-            mask = row_sharing.part.shard_to_rank(mask).clone()
+        if sharing:
+            mask = sharing.part.shard_to_rank(mask).clone()
         mask = mask.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
             mask = mask.chunk(self._num_slices, -1)[self._slice_index].contiguous()
@@ -98,17 +96,17 @@ class EmbeddingNoise:
 
     def __call__(self, module: nn.Module, _: object, embeddings_BTD: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, with noise in training."""
-        batch, row_sharing = batch_context.batch, batch_context.batch.row_sharing
+        batch, sharing = batch_context.batch, batch_context.batch.row_sharing
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
         num_rows, num_local, width = embeddings_BTD.shape
-        shape = num_rows, num_local * (row_sharing.part.size if row_sharing else 1), width
+        shape = num_rows, num_local * (sharing.part.size if sharing else 1), width
         noise_BTD = torch.empty(shape, device=embeddings_BTD.device)
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
-        if row_sharing:
-            noise_BTD = row_sharing.part.shard_to_rank(noise_BTD)
-            lengths_BT = row_sharing.part.shard_to_rank(
+        if sharing:
+            noise_BTD = sharing.part.shard_to_rank(noise_BTD)
+            lengths_BT = sharing.part.shard_to_rank(
                 batch.whole_row_document_starts.document_lengths_BT()
             )
         else:

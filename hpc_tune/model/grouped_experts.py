@@ -280,16 +280,8 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         del up, x_SI
         down = layer.make_matmul(1, weights, dtype)
         y_SO, low_down_SR = down.forward(layer.apply_gate(h_SM), rows)
-        saved_tensors = (
-            x_TI,
-            weights_TK,
-            rows.ends_E,
-            rows.row_indices_TK,
-            h_SM,
-            low_up_SR,
-            low_down_SR,
-        )
-        ctx.save_for_backward(*saved_tensors, *weights)
+        tensors = (x_TI, weights_TK, rows.ends_E, rows.row_indices_TK, h_SM, low_up_SR, low_down_SR)
+        ctx.save_for_backward(*tensors, *weights)
         return rows.sum_by_token(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
 
     @staticmethod

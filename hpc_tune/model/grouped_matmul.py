@@ -297,10 +297,8 @@ class SortedRows:
 
     def row_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weight of each row, S x 1; 0 for padding."""
-        weight_S = weights_TK.new_zeros(self.num_rows)
-        return weight_S.scatter_(0, self.row_indices_TK.flatten(), weights_TK.flatten()).unsqueeze(
-            1
-        )
+        out_S = weights_TK.new_zeros(self.num_rows)
+        return out_S.scatter_(0, self.row_indices_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
 
     def clear_padding(self, x_SI: torch.Tensor) -> None:
         """Zero the rows of padding, so that nothing in them can overflow."""

@@ -194,10 +194,8 @@ def _head_size(config: Any) -> int:
     """Return the size of a head: the larger one, if values differ from queries and keys."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     nope_dim, rope_dim, value_dim = (getattr(config, name, None) or 0 for name in names)
-    default_dim = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return int(max(nope_dim + rope_dim, value_dim) or default_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(max(nope_dim + rope_dim, value_dim) or head_dim)
 
 
 # -- TF32: GPUs multiply fp32 matrices faster with 10 bits of each factor's mantissa instead of 23.

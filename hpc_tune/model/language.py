@@ -285,17 +285,10 @@ class TensorNames:
         whole_name = self.whole_model_name(name)
         if whole_name in self.renamed_tensors:
             return self.renamed_tensors[whole_name]
-        candidates = (
-            whole_name,
-            whole_name.removeprefix(self.prefix),
-            self.prefix + whole_name,
-            name,
-        )
-        stored_name = next((c for c in candidates if c in index.shapes), None)
+        names = (whole_name, whole_name.removeprefix(self.prefix), self.prefix + whole_name, name)
+        match = next((c for c in names if c in index.shapes), None)
         head = f"{self.head}.weight"
-        return (
-            self.find_stored_name(head, index) if stored_name is None and is_tied else stored_name
-        )
+        return self.find_stored_name(head, index) if match is None and is_tied else match
 
 
 @dataclass(frozen=True)
@@ -341,13 +334,9 @@ def make_language_model(
         )
     model = _make_text_model(config, text_config, dtype)
     if index is not None:
-        joined_tensors, unsupported_operations = find_joined_tensors(
-            whole_model or model, index.sources.values()
-        )
+        tensors, unsupported_ops = find_joined_tensors(whole_model or model, index.sources.values())
         index = replace(
-            index,
-            sources={**index.sources, **joined_tensors},
-            unsupported_operations=unsupported_operations,
+            index, sources={**index.sources, **tensors}, unsupported_operations=unsupported_ops
         )
     names = _find_tensor_names(model, whole_model or model, index)
     language = LanguageModel(model, text_config, names, index)
@@ -395,15 +384,10 @@ def _find_tensor_names(model: Any, whole_model: Any, index: TensorIndex | None) 
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         path_pairs.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
-    (decoder, head), (whole_model_decoder, whole_model_head) = path_pairs
-    renamed_tensors = {} if index is None else find_renamed_tensors(whole_model, index.stored_names)
+    (decoder, head), (whole_decoder, whole_head) = path_pairs
+    renames = {} if index is None else find_renamed_tensors(whole_model, index.stored_names)
     return TensorNames(
-        decoder,
-        whole_model_decoder,
-        head,
-        whole_model_head,
-        f"{whole_model.base_model_prefix}.",
-        renamed_tensors,
+        decoder, whole_decoder, head, whole_head, f"{whole_model.base_model_prefix}.", renames
     )
 
 
@@ -417,13 +401,8 @@ def summarize_unused_tensors(index: TensorIndex, used_names: Collection[str]) ->
     counts: dict[str, int] = {}
     used_roots = {name.partition(".")[0] for name in used_names}
     block_prefixes = {_prefix_before_index(name) for name in used_names}
-    joined_tensors = [
-        index.joined_tensors[name] for name in used_names if name in index.joined_tensors
-    ]
-    used_names = {
-        *used_names,
-        *(part.source.name for tensor in joined_tensors for part in tensor.parts),
-    }
+    tensors = [index.joined_tensors[name] for name in used_names if name in index.joined_tensors]
+    used_names = {*used_names, *(part.source.name for tensor in tensors for part in tensor.parts)}
     for name in index.stored_names:
         if name not in used_names and not name.endswith(_CONSTANT_SUFFIXES):
             prefix = _prefix_before_index(name)
@@ -445,12 +424,10 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
     layer_paths = paths[id(language.model.get_input_embeddings())], language.names.head
-    stored_names = [
-        language.names.find_stored_name(f"{path}.weight", index) for path in layer_paths
-    ]
-    if None in stored_names or stored_names[0] == stored_names[1]:
+    names = [language.names.find_stored_name(f"{path}.weight", index) for path in layer_paths]
+    if None in names or names[0] == names[1]:
         return False
-    first, second = (str(name) for name in stored_names)
+    first, second = (str(name) for name in names)
     if index.shapes[first] != index.shapes[second]:
         return True
     rows, width = index.shapes[first]

@@ -41,9 +41,7 @@ def keep_fp32_tensors(model: Any, dtype: torch.dtype, is_full: bool) -> None:
     """
     from transformers.core_model_loading import build_glob_alternation
 
-    fp32_names = [
-        name for name, plan_dtype in model._get_dtype_plan(dtype).items() if plan_dtype != dtype
-    ]
+    fp32_names = [name for name, target in model._get_dtype_plan(dtype).items() if target != dtype]
     if not fp32_names:
         return
     is_kept = build_glob_alternation(fp32_names)[0].search

@@ -104,13 +104,11 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     problems += [
         f"it has {name}, which this run does not have" for name in sorted(stored_names - names)[:1]
     ]
-    mismatched_names = [
-        name for name in sorted(names & stored_names) if index.shapes[name] != shapes[name]
-    ]
+    misfits = [name for name in sorted(names & stored_names) if index.shapes[name] != shapes[name]]
     problems += [
         f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "
         "model: it is of another base"
-        for name in (mismatched_names if fields["r"] == expected_fields["r"] else [])[:1]
+        for name in (misfits if fields["r"] == expected_fields["r"] else [])[:1]
     ]
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
@@ -231,16 +229,14 @@ def allocate(
     GPU; ``reserve`` is called before pinned memory is allocated.
     """
     owners = find_owners(module)
-    pinned_parts = (
-        _allocate_pinned_shards(module, reserve) if offloads and device.type == "cuda" else {}
-    )
+    shards = _allocate_pinned_shards(module, reserve) if offloads and device.type == "cuda" else {}
 
     def allocate_empty(tensor: torch.Tensor) -> torch.Tensor:
         is_offloaded = offloads and isinstance(tensor, DTensor)
         out = torch.empty_like(tensor, device=torch.device("cpu") if is_offloaded else device)
-        if tensor in pinned_parts:
+        if tensor in shards:
             assert isinstance(out, DTensor)
-            out._local_tensor = pinned_parts[tensor]
+            out._local_tensor = shards[tensor]
         return out
 
     module._apply(allocate_empty)
@@ -315,20 +311,15 @@ def load_weights(
             if source is None or source[0] is built.init_index:
                 _init_adapter(built, name, region, reserve)
                 continue
-            _, stored_name = source
+            _, key = source
             if name in packed_layers:
-                packed_layers[name].fill(
-                    region.values, region.offset, built.index, stored_name, reserve
-                )
+                packed_layers[name].fill(region.values, region.offset, built.index, key, reserve)
                 continue
-            if (
-                not _map_pages(built.index, stored_name, parameter, region)
-                and region.values.numel()
-            ):
-                built.index.fill(region.values, stored_name, region.offset, reserve)
+            if not _map_pages(built.index, key, parameter, region) and region.values.numel():
+                built.index.fill(region.values, key, region.offset, reserve)
             if isinstance(parameter, nn.Parameter):  # buffers may be inf, such as Gemma 4's limits
                 values = built.regions(name, parameter)[number].values
-                built.index.require_finite(values, stored_name, region.offset)
+                built.index.require_finite(values, key, region.offset)
     _init_buffers(built.module.causal_lm())
     for part in built.module.modules():
         if isinstance(part, TrainableTokenRows):

@@ -185,17 +185,15 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     Raises:
         ConfigError: if the file cannot be read, a text is no token, or a token is named twice.
     """
-    ids_by_token: dict[str, int] = {}
+    vocabulary: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):
-        ids_by_token = _read_vocabulary_ids(directory / "tokenizer.json")
-    if unknown := [
-        token for token in tokens if isinstance(token, str) and token not in ids_by_token
-    ]:
+        vocabulary = _read_vocabulary_ids(directory / "tokenizer.json")
+    if unknown := [token for token in tokens if isinstance(token, str) and token not in vocabulary]:
         raise ConfigError(
             f"tune.trainable_tokens: {unknown[0]!r} is no token of {directory}/tokenizer.json; add "
             "it to the tokenizer and resize the embedding, or give the token's number"
         )
-    ids = [ids_by_token[token] if isinstance(token, str) else token for token in tokens]
+    ids = [vocabulary[token] if isinstance(token, str) else token for token in tokens]
     if repeated_ids := [number for number in ids if ids.count(number) > 1]:
         raise ConfigError(f"tune.trainable_tokens names the token {repeated_ids[0]} twice")
     return sorted(ids)

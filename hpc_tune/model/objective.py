@@ -192,14 +192,12 @@ class PreferenceObjective:
         """
         num_loss_tokens_P2 = pairs.num_loss_tokens_P2.clamp(min=1)
         means_P2 = log_probs_P2 / num_loss_tokens_P2
-        log_ratios_P2 = log_probs_P2 - pairs.reference_log_probs_P2
+        log_ratio_P2 = log_probs_P2 - pairs.reference_log_probs_P2
         sft = self.sft_weight
         if self.name == "dpo":
-            losses_P = self._smoothed_losses(
-                self.beta * (log_ratios_P2[:, 0] - log_ratios_P2[:, 1])
-            )
+            losses_P = self._smoothed_losses(self.beta * (log_ratio_P2[:, 0] - log_ratio_P2[:, 1]))
         elif self.name == "ipo":
-            per_token_P2 = log_ratios_P2 / num_loss_tokens_P2
+            per_token_P2 = log_ratio_P2 / num_loss_tokens_P2
             losses_P = (per_token_P2[:, 0] - per_token_P2[:, 1] - 1 / (2 * self.beta)).square()
         elif self.name == "simpo":
             margin_P = self.beta * (means_P2[:, 0] - means_P2[:, 1]) - self.gamma

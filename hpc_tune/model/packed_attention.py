@@ -213,11 +213,11 @@ class _SharedRowsAttention:
         """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
         heads, groups = query_BHTD.shape[1], key_BKTD.shape[1]
-        rank_part = RankHeadsView(self.module, rank, batch.row_sharing.part.size, heads, groups)
-        options = {name: rank_part.shard_to_rank(value) for name, value in self.options.items()}
+        view = RankHeadsView(self.module, rank, batch.row_sharing.part.size, heads, groups)
+        options = {name: view.shard_to_rank(value) for name, value in self.options.items()}
         if batch.row_sharing.uses_eager:
             return self._attend_eagerly(
-                rank_part, options, inputs, batch.whole_row_document_starts.mask_B1TT(window)
+                view, options, inputs, batch.whole_row_document_starts.mask_B1TT(window)
             )
         mask = None
         if batch.starts is not None and (window is None or batch.starts.supports_windows):
@@ -225,36 +225,30 @@ class _SharedRowsAttention:
                 mask = varlen_attention.encode_window(window, query_BHTD.device)
         elif window is not None or not batch.documents:
             mask = batch.whole_row_document_starts.mask_B1TT(window)
-        return _attend_unshared_rows(
-            rank_part, *inputs, mask, self.dropout, self.scaling, **options
-        )[0]
+        return _attend_unshared_rows(view, *inputs, mask, self.dropout, self.scaling, **options)[0]
 
     def attend_own_queries(
         self, rank: int, query_BHSD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
-        row_sharing, parts = batch.row_sharing, batch.document_parts_by_rank[rank]
+        sharing, parts = batch.row_sharing, batch.document_parts_by_rank[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        if (
-            batch.starts is not None
-            and row_sharing.kernel_supports_parts
-            and not row_sharing.uses_eager
-        ):
+        if batch.starts is not None and sharing.kernel_supports_parts and not sharing.uses_eager:
             query, key, value = _pad_heads(*inputs)
             takes_window = window is None or batch.starts.supports_windows
             if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
                 out_BSHD = varlen_attention.attend_parts(query, key, value, parts, scale, window)
                 return _unpad_heads(out_BSHD, value_BKTD)
-        elif batch.documents and window is None and not (self.dropout or row_sharing.uses_eager):
+        elif batch.documents and window is None and not (self.dropout or sharing.uses_eager):
             query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
             key, value = parts.take_keys(key_BKTD), parts.take_keys(value_BKTD)
             out = tiled_attention(query, key, value, parts.spans, scale, parts.num_earlier_keys)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
         positions_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
-        positions_S = replace(row_sharing.part, rank=rank).shard_to_rank(positions_T, 0)
+        positions_S = replace(sharing.part, rank=rank).shard_to_rank(positions_T, 0)
         mask_B1ST = batch.whole_row_document_starts.mask_B1ST(positions_S, window)
-        if row_sharing.uses_eager:
+        if sharing.uses_eager:
             return self._attend_eagerly(self.module, self.options, inputs, mask_B1ST)
         kwargs = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
         return _attend_with_mask(self.module, *inputs, mask_B1ST, **kwargs)[0]

@@ -128,18 +128,16 @@ class FourBitLinear(nn.Linear):
         """
         start, scales = offset[0], []
         matrix = _StoredMatrix(index, stored_name, self.out_features, self.in_features)
-        for position, codes, absmax in matrix.quantize_pieces(
+        for place, codes, absmax in matrix.quantize_pieces(
             self.compute_dtype, local_tensor.device, reserve
         ):
             scales.append(absmax)
             begin, end = (
-                max(position, start),
-                min(position + codes.shape[0], start + local_tensor.shape[0]),
+                max(place, start),
+                min(place + codes.shape[0], start + local_tensor.shape[0]),
             )
             if begin < end:
-                local_tensor[begin - start : end - start].copy_(
-                    codes[begin - position : end - position]
-                )
+                local_tensor[begin - start : end - start].copy_(codes[begin - place : end - place])
         values = _quantize_scales(torch.cat(scales))
         for name, value in zip(_SCALE_NAMES, values, strict=True):
             self.get_buffer(name).copy_(value)
@@ -193,13 +191,8 @@ class FourBitStack(nn.Module):
         super().__init__()
         self.shape, self.compute_dtype = stack.shape, dtype
         self.num_scales = -(-stack[0].numel() // BLOCK_SIZE)
-        num_outer_scales = -(-self.num_scales // SCALES_BLOCK_SIZE)
-        self.section_bytes = (
-            self.num_scales * BLOCK_SIZE // 2,
-            self.num_scales,
-            4 * num_outer_scales,
-            4,
-        )
+        num_groups = -(-self.num_scales // SCALES_BLOCK_SIZE)
+        self.section_bytes = (self.num_scales * BLOCK_SIZE // 2, self.num_scales, 4 * num_groups, 4)
         code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
         self.register_buffer("scales_code", code, persistent=False)
 
@@ -418,10 +411,8 @@ def unpack_linears(module: nn.Module) -> nn.Module:
 
 def unpacked_stack_bytes(module: nn.Module) -> int:
     """Return the bytes of frozen experts that are not packed, because they are not decorated."""
-    parameters = (
-        p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False)
-    )
-    return sum(p.nbytes for p in parameters if not p.requires_grad and p.is_floating_point())
+    params = (p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False))
+    return sum(p.nbytes for p in params if not p.requires_grad and p.is_floating_point())
 
 
 def scale_bytes(layer: PackedLayer) -> int:

@@ -289,9 +289,7 @@ def shard_batch_to_rank(batch: Batch, row_shard: RowShard) -> Batch:
         ).contiguous(),
         positions_BT=row_shard.shard_to_rank(positions_BT).contiguous(),
         num_loss_tokens=loss_tokens.count,
-        num_tokens=sum(
-            len(range(num_tokens - n)[own_slice]) for n in padding for own_slice in slices
-        ),
+        num_tokens=sum(len(range(num_tokens - n)[s]) for n in padding for s in slices),
         document_lengths=lengths,
         padding=padding,
         pairs=batch.pairs
@@ -308,10 +306,8 @@ def count_own_tokens(batch: Batch, row_shard: RowShard) -> tuple[int, int]:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
     num_rows, num_tokens = batch.tokens_BT.shape
     slices = row_shard.slices(num_tokens + -num_tokens % row_shard.num_slices)
-    num_loss_tokens = sum(
-        int((batch.labels_BT[:, own_slice] != IGNORED_LABEL).sum()) for own_slice in slices
-    )
-    return num_rows * sum(own_slice.stop - own_slice.start for own_slice in slices), num_loss_tokens
+    num_loss_tokens = sum(int((batch.labels_BT[:, s] != IGNORED_LABEL).sum()) for s in slices)
+    return num_rows * sum(s.stop - s.start for s in slices), num_loss_tokens
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,9 @@ def shrink_config(
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = {
                 layer: {
-                    n: _shrink_field(n, v, config, factor, head_divisor)
-                    for n, v in layer_fields.items()
+                    n: _shrink_field(n, v, config, factor, head_divisor) for n, v in entry.items()
                 }
-                for layer, layer_fields in value.items()
+                for layer, entry in value.items()
                 if not layers or int(layer) < layers
             }
         elif name in config.sub_configs and isinstance(value, dict):  # such as DBRX's attention
@@ -218,9 +217,7 @@ def _shrink_to_one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
         if isinstance(value, list | tuple) and len(value) == layers:
             small[name] = list(value[:1])
         elif name == "per_layer_config" and isinstance(value, dict):
-            small[name] = {
-                layer: layer_fields for layer, layer_fields in value.items() if int(layer) == 0
-            }
+            small[name] = {layer: entry for layer, entry in value.items() if int(layer) == 0}
         elif isinstance(value, dict) and "model_type" in value:  # one of two encoders
             small[name] = _shrink_to_one_layer(value, factor)
         is_width = name == "embed_dim" or _WIDTH_FIELDS.match(name)

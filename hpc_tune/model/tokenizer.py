@@ -205,24 +205,20 @@ def _find_surrounding_ids(backend: Any) -> list[int]:
 
 def _compare_texts(tokenizer: Any, file_tokenizer: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer differs from the one that reads the whole file, or None."""
-    class_backend, file_backend = tokenizer.backend_tokenizer, file_tokenizer.backend_tokenizer
-    if (first := _find_surrounding_ids(class_backend)) != (
-        second := _find_surrounding_ids(file_backend)
-    ):
+    backend, file_backend = tokenizer.backend_tokenizer, file_tokenizer.backend_tokenizer
+    if (first := _find_surrounding_ids(backend)) != (second := _find_surrounding_ids(file_backend)):
         names = [
-            [backend.id_to_token(n) for n in ids]
-            for backend, ids in ((class_backend, first), (file_backend, second))
+            [b.id_to_token(n) for n in ids] for b, ids in ((backend, first), (file_backend, second))
         ]
         return f"around a text it has {names[0]} where the file has {names[1]}"
-    return _EncodedTexts.encode_texts(file_backend, texts).describe_difference(class_backend)
+    return _EncodedTexts.encode_texts(file_backend, texts).describe_difference(backend)
 
 
 def _make_probe_texts(raw_tokenizer: Any) -> list[str]:
     """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
     size, added_tokens = raw_tokenizer.get_vocab_size(), raw_tokenizer.get_added_tokens_decoder()
     pieces = [
-        raw_tokenizer.decode([number])
-        for number in range(0, size, max(1, size // _NUM_VOCABULARY_PIECES))
+        raw_tokenizer.decode([n]) for n in range(0, size, max(1, size // _NUM_VOCABULARY_PIECES))
     ]
     rows = ["".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]
     rows += [" ".join(pieces[start : start + 8]) for start in range(0, len(pieces), 8)]

@@ -70,12 +70,10 @@ def _dispatch_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain_function)
     def call_by_device(*args: Any, **kwargs: Any) -> Any:
         # Only the packages can separate documents that share a row; transformers refuses them.
-        is_packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        is_packed = any(kwargs.get(k) is not None for k in ("seq_idx", "cu_seqlens"))
         if is_packed or _is_on_gpu((*args, *kwargs.values())):
             return function(*args, **kwargs)
-        return plain_function(
-            *args, **{name: value for name, value in kwargs.items() if name in parameters}
-        )
+        return plain_function(*args, **{k: v for k, v in kwargs.items() if k in parameters})
 
     return call_by_device
 

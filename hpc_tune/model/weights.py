@@ -167,25 +167,17 @@ class TensorIndex:
     @functools.cached_property
     def joined_tensors(self) -> Mapping[str, JoinedTensor]:
         """The tensors that are assembled from several stored ones."""
-        return {
-            name: source
-            for name, source in self.sources.items()
-            if isinstance(source, JoinedTensor)
-        }
+        return {n: source for n, source in self.sources.items() if isinstance(source, JoinedTensor)}
 
     @property
     def is_quantized(self) -> bool:
         """Whether files hold tensors in float8 or MXFP4."""
-        return any(
-            isinstance(source, ScaledTensor | Mxfp4Stack) for source in self.sources.values()
-        )
+        return any(isinstance(s, ScaledTensor | Mxfp4Stack) for s in self.sources.values())
 
     def with_names(self, rename: Callable[[str], str]) -> "TensorIndex":
         """Return an index of the same tensors under other names."""
-        sources = {rename(name): source for name, source in self.sources.items()}
-        return replace(
-            self, sources={name: replace(tensor, name=name) for name, tensor in sources.items()}
-        )
+        sources = {rename(n): source for n, source in self.sources.items()}
+        return replace(self, sources={n: replace(tensor, name=n) for n, tensor in sources.items()})
 
     def tensor_bytes(self, name: str) -> int:
         """Return the size of a whole tensor in bytes."""
@@ -256,13 +248,13 @@ def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) ->
 
 
 def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, PlainTensor]:
-    tensor_files = TensorFiles(error)
+    handles = TensorFiles(error)
     pieces: dict[str, list[StoredBox]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
         try:
-            for piece, name, full, dtype in _read_header(tensor_files, file):
+            for piece, name, full, dtype in _read_header(handles, file):
                 if shapes.setdefault(name, full) != full:
                     raise ValueError(f"{name} has the shape {full}, but another one in other files")
                 pieces.setdefault(name, []).append(piece)
@@ -279,11 +271,9 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
                 or f"{file}: not a whole safetensors file ({fault}); it is cut off or damaged, "
                 "copy it again"
             ) from None
-    tensor_files.close()
+    handles.close()
     return {
-        name: PlainTensor(
-            name, shapes[name], dtypes[name], boxes[0].file, tuple(boxes), tensor_files
-        )
+        name: PlainTensor(name, shapes[name], dtypes[name], boxes[0].file, tuple(boxes), handles)
         for name, boxes in pieces.items()
     }
 
@@ -413,14 +403,10 @@ def merge_float8_scales(sources: Sources, directory: Path) -> Sources:
         for name, source in sources.items()
         if source.dtype in FLOAT8_DTYPES
     }
-    unused_names = {name + end for name in scaled_tensors for end in _SCALE_SUFFIXES}
+    scale_names = {name + end for name in scaled_tensors for end in _SCALE_SUFFIXES}
     if scaled_tensors:
-        unused_names |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
-    return {
-        name: tensor
-        for name, tensor in {**sources, **scaled_tensors}.items()
-        if name not in unused_names
-    }
+        scale_names |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
+    return {name: t for name, t in {**sources, **scaled_tensors}.items() if name not in scale_names}
 
 
 def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
@@ -504,13 +490,10 @@ def _refuse_unknown_quantization(sources: Sources, directory: Path) -> None:
     marks = (".qweight", ".weight_packed", ".absmax", _BLOCKS_SUFFIX, ".SCB", ".weight_format")
     names = [
         name
-        for name, source in sources.items()
-        if name.endswith(marks) or (name.endswith(".weight") and not source.dtype.is_floating_point)
+        for name, s in sources.items()
+        if name.endswith(marks) or (name.endswith(".weight") and not s.dtype.is_floating_point)
     ]
-    is_read = any(
-        isinstance(source, Mxfp4Stack) or source.dtype in FLOAT8_DTYPES
-        for source in sources.values()
-    )
+    is_read = any(isinstance(s, Mxfp4Stack) or s.dtype in FLOAT8_DTYPES for s in sources.values())
     if names:
         raise DataError(
             f"{directory}: its weights are quantized ({method}, such as in {names[0]}); hpc_tune "

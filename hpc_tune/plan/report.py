@@ -444,10 +444,8 @@ def plan_from_json(text: str) -> MemoryPlan:
 
 
 def _num_process_groups(resolved: ResolvedLayout, trains_tied_embedding: bool) -> int:
-    has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
-    return num_process_groups(
-        resolved.layout, has_fsdp, trains_tied_embedding=trains_tied_embedding
-    )
+    is_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
+    return num_process_groups(resolved.layout, is_fsdp, trains_tied_embedding=trains_tied_embedding)
 
 
 def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
@@ -481,16 +479,14 @@ def _model_bytes(
 def _max_gathered_values(built_model: BuiltModel, layout: Layout) -> int:
     """Return the most values gathered at once: a block, its distributed experts, or a tensor."""
     module, kinds = built_model.module, label_parameters_by_part(built_model.module)
-    expert_params = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
-    other_sizes = [
-        [p.numel() for p in b.parameters() if p not in expert_params] for b in find_blocks(module)
-    ]
-    other_sizes += [[p.numel()] for p in module.parameters() if p not in expert_params]
+    experts = {p for p, kind in kinds.items() if kind == ROUTED_EXPERTS and layout.expert > 1}
+    sizes = [[p.numel() for p in b.parameters() if p not in experts] for b in find_blocks(module)]
+    sizes += [[p.numel()] for p in module.parameters() if p not in experts]
     expert_sizes = [
-        [p.numel() for p in b.parameters() if p in expert_params] for b in find_blocks(module)
+        [p.numel() for p in b.parameters() if p in experts] for b in find_blocks(module)
     ]
     rank_values = max(map(sum, expert_sizes)) // layout.expert if layout.expert_shard > 1 else 0
-    return max(*map(sum, other_sizes), rank_values)
+    return max(*map(sum, sizes), rank_values)
 
 
 def _inspect_stored_weights(
@@ -543,13 +539,11 @@ def preview_plan(file: Path, num_nodes: int, gpus_per_node: int) -> PlanPreview 
         except (ConfigError, DataError) as error:
             log.warning("memory is not planned: %s", error)
             return None
-        phases = [phase for phase in plan.phases if not phase.optional]
-        device_bytes = max(phase.device_bytes for phase in phases)
+        phases = [p for p in plan.phases if not p.optional]
+        device_bytes = max(p.device_bytes for p in phases)
         fits = DEVICE_LIMITS.allows(device_bytes, USUAL_DEVICE_BYTES)
         if fits:
             break
-    node_bytes = max(
-        phase.node_bytes(machine) - gpus_per_node * phase.spare_bytes for phase in phases
-    )
+    node_bytes = max(p.node_bytes(machine) - gpus_per_node * p.spare_bytes for p in phases)
     host_gib_per_node = -(-int(node_bytes / HOST_LIMITS.max_share) >> 30)
     return PlanPreview(recompute, host_gib_per_node, device_bytes, USUAL_DEVICE_BYTES, fits)

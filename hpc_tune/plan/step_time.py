@@ -73,16 +73,12 @@ class Network:
         for pair in links.pairs:
             by_nodes.setdefault(_ordered_pair(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
-        median_pair = {
-            same_node: _median_link(links.pairs, same_node)
-            for same_node in (True, False)
-            if links.pairs
-        }
+        medians = {same: _median_link(links.pairs, same) for same in (True, False) if links.pairs}
         latency, rate, duplex_rate = {}, {}, {}
         for a in range(size):
             for b in range(a + 1, size):
                 similar = by_ranks.get((a, b)) or by_nodes.get(_ordered_pair(nodes[a], nodes[b]))
-                pair = similar or median_pair[nodes[a] == nodes[b]]
+                pair = similar or medians[nodes[a] == nodes[b]]
                 latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
                 duplex_rate[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
         network = cls(tuple(nodes), latency, rate, duplex_rate, {}, links.lanes)

@@ -123,10 +123,8 @@ class TraceReport:
     def long_rows_note(self) -> str:
         """Description of what is done for long rows, starting with a comma; "" for nothing."""
         pieces = f", MLPs in {self.row_pieces} pieces of a row" if self.row_pieces > 1 else ""
-        moved_text = f"{format_bytes(self.moved_bytes)} per rank"
-        return pieces + (
-            f", inputs of blocks on the host ({moved_text})" if self.moved_bytes else ""
-        )
+        size = f"{format_bytes(self.moved_bytes)} per rank"
+        return pieces + (f", inputs of blocks on the host ({size})" if self.moved_bytes else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,19 +375,16 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
             "parallel.shard, which holds as much per rank as stage 3"
         )
     dtype = planned_dtype(config.model.dtype, uses_gpu=True)
-    model, directory = config.model, resolve_model_directory(config.model.path)
-    shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
-    built_model, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
+    settings, directory = config.model, resolve_model_directory(config.model.path)
+    shape = ModelShape(directory, dtype, config.tune, config.train.seed, settings.rope_scaling)
+    model, machine = shape.build(), Machine(world_size, 1, ASSUMED_DEVICE_BYTES, 0)
     sections = (config.parallel, config.tune, config.train)
-    parallel = resolve_row_pieces(*sections, config.data.seq_len, built_model.module)
+    parallel = resolve_row_pieces(*sections, config.data.seq_len, model.module)
     resolved = resolve(
-        parallel,
-        measure_model_size(built_model.module, config.optim.is_8bit),
-        built_model.config,
-        machine,
+        parallel, measure_model_size(model.module, config.optim.is_8bit), model.config, machine
     )
     size = (config.batch.global_size, min_micro_rows(config.batch), config.data.seq_len)
-    kernels = choose_model_kernels(built_model.config, dtype, config.train.compiles)
+    kernels = choose_model_kernels(model.config, dtype, config.train.compiles)
     return TracedStep(
         *(shape, resolved.layout, resolved.parallel, config.optim),
         *size,
@@ -417,20 +412,16 @@ def trace_few_blocks(step: TracedStep) -> TraceReport:
     Stages are assumed to be equally deep.
     """
     stages = step.layout.pipeline * step.parallel.stages_per_rank
-    low_depth, high_depth = (
+    low, high = (
         stages * n for n in (_SAMPLE_STAGE_BLOCK_COUNTS if stages > 1 else _SAMPLE_BLOCK_COUNTS)
     )
     began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
     with tempfile.TemporaryDirectory() as folder:
-        shapes = (
-            step.shape.with_blocks(blocks, Path(folder)) for blocks in (low_depth, high_depth)
-        )
+        shapes = (step.shape.with_blocks(blocks, Path(folder)) for blocks in (low, high))
         low_report, high_report = (
             trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes
         )
-    report = _extrapolate(
-        low_report, high_report, ratio=(num_blocks - low_depth) / (high_depth - low_depth)
-    )
+    report = _extrapolate(low_report, high_report, ratio=(num_blocks - low) / (high - low))
     trace_s = time.perf_counter() - began_s
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 

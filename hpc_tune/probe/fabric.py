@@ -83,12 +83,9 @@ def find_deviating_variables(
     if card_kind != "Slingshot":
         return []
     return [
-        variable
-        for variable in (
-            *_SLINGSHOT_VARIABLES,
-            *(_SLINGSHOT_AMD_VARIABLES if library == "RCCL" else ()),
-        )
-        if settings.get(variable.name) not in (variable.value, *variable.equivalent_values)
+        var
+        for var in (*_SLINGSHOT_VARIABLES, *(_SLINGSHOT_AMD_VARIABLES if library == "RCCL" else ()))
+        if settings.get(var.name) not in (var.value, *var.equivalent_values)
     ]
 
 
@@ -184,9 +181,7 @@ def read_nccl(
     system to read; ``version_reader``: returns a library's version, by default the one it reports.
     """
     loaded_files = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
-    libraries = tuple(
-        path for path in loaded_files if _NCCL_LIBRARY_NAME.fullmatch(Path(path).name)
-    )
+    libraries = tuple(p for p in loaded_files if _NCCL_LIBRARY_NAME.fullmatch(Path(p).name))
     paths = [*loaded_files, *_find_loadable_libraries(environ, root)]
     return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",

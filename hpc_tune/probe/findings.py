@@ -99,14 +99,11 @@ def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         gpus = topology.gpus if topology else ()
         if first.unused is not None:
             yield Finding("error" if first.unused.is_error else "warning", first.unused.text)
-        max_links = max((gpu.nvlinks for gpu in gpus), default=0)
-        weak = [
-            f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < max_links
-        ]
+        maximum = max((gpu.nvlinks for gpu in gpus), default=0)
+        weak = [f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < maximum]
         if weak:
             yield Finding(
-                "warning",
-                f"{first.hostname}: {_join_names(weak)} of {max_links} {gpus[0].link}s up",
+                "warning", f"{first.hostname}: {_join_names(weak)} of {maximum} {gpus[0].link}s up"
             )
 
 
@@ -126,9 +123,7 @@ def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield ranks whose matmuls fail, are wrong, or are slower than those of the same model."""
     model_rates: dict[tuple[str, str], list[float]] = defaultdict(list)
-    shared_nodes = [
-        group[0].node for group in _group_by_node(ranks) if _do_ranks_share_cores(group)
-    ]
+    shared_nodes = [g[0].node for g in _group_by_node(ranks) if _do_ranks_share_cores(g)]
     results = [(rank, rank.products) for rank in ranks if rank.products is not None]
     for rank, result in results:
         if result.flops_per_s and (rank.device_bytes or rank.node not in shared_nodes):
@@ -394,12 +389,10 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             hosts[harm].append(rank.hostname)
         if variables := fabric.find_deviating_variables(kind, library.name, library.settings):
             settings = library.settings
-            values = [
-                f"{var.name}={settings[var.name]}" for var in variables if var.name in settings
-            ]
+            values = [f"{v.name}={settings[v.name]}" for v in variables if v.name in settings]
             text = f"{kind} sites set variables that are {'different' if values else 'unset'} here"
             text += f" ({', '.join(values)})" if values else ""
-            text += f": export {' '.join(f'{var.name}={var.value}' for var in variables)}"
+            text += f": export {' '.join(f'{v.name}={v.value}' for v in variables)}"
             hosts[False, text].append(rank.hostname)
     for (is_sure, text), names in hosts.items():
         yield Finding("error" if is_sure else "warning", f"{_join_names(names)}: {text}")

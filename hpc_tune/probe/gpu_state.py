@@ -143,12 +143,10 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
     handle = amdsmi.amdsmi_get_processor_handle_from_bdf(address)
 
     def joules() -> float:
-        reading = amdsmi.amdsmi_get_energy_count(handle)
+        fields = amdsmi.amdsmi_get_energy_count(handle)
         # ROCm 6.3 and older name this field "power".
-        count = (
-            reading["energy_accumulator"] if "energy_accumulator" in reading else reading["power"]
-        )
-        return float(count) * float(reading["counter_resolution"]) / 1e6
+        count = fields["energy_accumulator"] if "energy_accumulator" in fields else fields["power"]
+        return float(count) * float(fields["counter_resolution"]) / 1e6
 
     joules()
     return joules

@@ -164,13 +164,9 @@ def describe_slow_links(pairs: Sequence[Link]) -> list[str]:
         slow = [pair for pair in alike if pair.bytes_per_s < max_rate / _SLOW_FACTOR]
         reference, remaining = f"others up to {format_rate(max_rate)}", slow
         for node in sorted({node for pair in slow for node in set(pair.nodes)}):
-            node_links = [pair for pair in alike if node in pair.nodes]
-            if (
-                kind == "across nodes"
-                and len(node_links) > 1
-                and all(pair in slow for pair in node_links)
-            ):
-                worst = min(pair.bytes_per_s for pair in node_links)
+            links = [pair for pair in alike if node in pair.nodes]
+            if kind == "across nodes" and len(links) > 1 and all(pair in slow for pair in links):
+                worst = min(pair.bytes_per_s for pair in links)
                 lines.append(f"all links of node {node}: {format_rate(worst)}, {reference}")
                 remaining = [pair for pair in remaining if node not in pair.nodes]
         for pair in remaining:
@@ -191,14 +187,12 @@ def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
     """Measure ``Links.lanes`` between the first two nodes. Collective."""
     first, second = ([p.rank for p in comm.roster if p.node == node] for node in (0, 1))
     rank_pairs = list(zip(first, second, strict=False))
-    single_rates = [
-        pair.bytes_per_s for pair in pairs if rank_pairs and pair.ranks == rank_pairs[0]
-    ]
-    if len(rank_pairs) < 2 or not single_rates:
+    solo_rates = [pair.bytes_per_s for pair in pairs if rank_pairs and pair.ranks == rank_pairs[0]]
+    if len(rank_pairs) < 2 or not solo_rates:
         return 1.0
     own_rates = [_measure_pair(comm, pair)[1] for pair in rank_pairs if comm.world.rank in pair]
     rates = comm.gather(own_rates[0] if own_rates else 0.0)
-    return max(1.0, sum(rates[rank] for rank, _ in rank_pairs) / single_rates[0])
+    return max(1.0, sum(rates[rank] for rank, _ in rank_pairs) / solo_rates[0])
 
 
 def _measure_pair(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
@@ -252,9 +246,7 @@ def _exchange_s(data: "torch.Tensor", other_rank: int, comm: Comm) -> float:
 
     transfers = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
     began_s = time.perf_counter()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(op, buffer, other_rank) for op, buffer in transfers]
-    ):
+    for work in dist.batch_isend_irecv([dist.P2POp(op, buf, other_rank) for op, buf in transfers]):
         work.wait()
     _synchronize(comm)
     return time.perf_counter() - began_s

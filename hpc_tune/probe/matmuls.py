@@ -169,9 +169,7 @@ class MatmulBenchmark:
 
     def measure_seconds(self, timestamps: "Sequence[Mark]") -> list[float]:
         """Return the seconds of each matmul of a finished batch."""
-        return [
-            _seconds_between(*pair) for pair in zip(timestamps[:-1], timestamps[1:], strict=True)
-        ]
+        return [_seconds_between(*p) for p in zip(timestamps[:-1], timestamps[1:], strict=True)]
 
     def count_wrong_results(self) -> tuple[int, int]:
         """Return how many exact matmuls were wrong, and how many repeated ones differed."""

@@ -169,8 +169,7 @@ def render_json(runs: Sequence[Run]) -> str:
 
 def _run_as_json_object(run: Run) -> dict[str, Any]:
     curves = {
-        name: curve_points(run.steps, "step", name, max_points=_MAX_CURVE_POINTS)
-        for name in _CURVES
+        key: curve_points(run.steps, "step", key, max_points=_MAX_CURVE_POINTS) for key in _CURVES
     }
     return {
         "name": run.name,
@@ -194,11 +193,11 @@ def _run_as_json_object(run: Run) -> dict[str, Any]:
             if (measures := _held_out_preference_metrics(row))
         ],
         "curves": {
-            name: {
+            key: {
                 "step": list(map(round, steps)),
-                name: [float(f"{value:.{_CURVE_DIGITS}g}") for value in values],
+                key: [float(f"{value:.{_CURVE_DIGITS}g}") for value in values],
             }
-            for name, (steps, values) in curves.items()
+            for key, (steps, values) in curves.items()
             if steps
         },
         "memory_by_phase": next(
@@ -260,22 +259,15 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page as HTML; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
-    rendered_figures = [_render_figure(caption, svg) for _, caption, svg in figures]
+    images = [_render_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
-        parts = [*_render_comparison(runs), _render_grid(rendered_figures)]
+        parts = [*_render_comparison(runs), _render_grid(images)]
         parts += [_render_folded_details(run) for run in runs]
     else:
         [run] = runs
-        has_gap = len(rendered_figures) % 2 == 1  # next to the last figure
-        gap_cards, cards_below = (
-            ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
-        )
-        parts = [
-            _render_summary(run),
-            _render_grid([*rendered_figures, *gap_cards]),
-            *cards_below,
-            *_detail_cards(run),
-        ]
+        has_gap = len(images) % 2 == 1  # next to the last figure
+        filler, tail = ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
+        parts = [_render_summary(run), _render_grid([*images, *filler]), *tail, *_detail_cards(run)]
     timestamp = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -304,12 +296,9 @@ def _detail_cards(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
     all_starts = start_rows(run)
-    omission_note = _omission_note(len(all_starts), _MAX_SHOWN_STARTS)
+    note = _omission_note(len(all_starts), _MAX_SHOWN_STARTS)
     for name, body in (
-        (
-            f"Starts{omission_note}",
-            _render_table(START_TABLE_HEADERS, all_starts[-_MAX_SHOWN_STARTS:], ""),
-        ),
+        (f"Starts{note}", _render_table(START_TABLE_HEADERS, all_starts[-_MAX_SHOWN_STARTS:], "")),
         ("Predicted and measured", _render_table(heads, compare_predictions(run), "")),
         ("What ran", _render_table(None, list_start_facts(run), "")),
         ("What the data gave", _render_table(None, list_data_facts(run), "")),
@@ -359,10 +348,8 @@ def _render_summary(run: Run) -> str:
     rows.append(("Next", suggest_next_action(run)))
     if command := rerun_command(run):
         rows.append(("To repeat it", command))
-    chosen_log_probs = numeric_values(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := facts.likelihood_displacement_warning(
-        facts.longest_falling_streak(chosen_log_probs)
-    ):
+    log_probs = numeric_values(run.comparable_evals, "eval_preferences.chosen_log_prob")
+    if warning := facts.likelihood_displacement_warning(facts.longest_falling_streak(log_probs)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
@@ -515,10 +502,7 @@ def write_report(
         ConfigError: if a path is no run directory or checkpoint, or the report cannot be written.
     """
     loaded_runs = (read_run(path) for path in paths)
-    runs = [
-        replace(run, jobs_energy=find_jobs_energy(run.events, asks_scheduler))
-        for run in loaded_runs
-    ]
+    runs = [replace(r, jobs_energy=find_jobs_energy(r.events, asks_scheduler)) for r in loaded_runs]
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
     figures = list(draw_figures(runs))
     try:

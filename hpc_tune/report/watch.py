@@ -75,11 +75,9 @@ def _render_progress(run: Run) -> RenderableType:
     total = max(run.total_steps or step, step)
     # The median step time; the occasional save or evaluation is not included.
     usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_NUM_RECENT_STEPS:])
-    time_left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
+    eta = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
     line = Table.grid(padding=(0, 2))
-    line.add_row(
-        f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), time_left
-    )
+    line.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), eta)
     return line
 
 

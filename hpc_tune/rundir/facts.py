@@ -83,19 +83,19 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
 
     Fields of a wrong type are ignored.
     """
-    energy_events: list[Mapping[str, Any]] = []
+    readings: list[Mapping[str, Any]] = []
     starts = num_unknown_starts = 0
     is_open = False
     for event in events:
         if event.get("kind") == "start":
             starts, num_unknown_starts, is_open = starts + 1, num_unknown_starts + is_open, True
         elif event.get("kind") == ENERGY_EVENT:
-            energy_events.append(event)
+            readings.append(event)
             is_open = False
-    if not energy_events:
+    if not readings:
         return None
     num_unknown_starts += is_open
-    known_events = [event for event in energy_events if _is_number(event.get("total_j"))]
+    known_events = [event for event in readings if _is_number(event.get("total_j"))]
     parts: dict[str, float] = {}
     for event in known_events:
         joules = event.get("joules")
@@ -104,7 +104,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
                 parts[str(part)] = parts.get(str(part), 0.0) + value
     missing = dict.fromkeys(
         str(missing_part)
-        for event in energy_events
+        for event in readings
         if isinstance(event.get("missing"), list)
         for missing_part in event["missing"]
     )
@@ -114,11 +114,9 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
         tokens=sum(int(e["tokens"]) for e in known_events if _is_number(e.get("tokens"))),
         missing=tuple(missing),
         has_other_jobs=any(event.get("has_others") is True for event in known_events),
-        starts=max(starts, len(energy_events)),
+        starts=max(starts, len(readings)),
         num_unknown_starts=num_unknown_starts,
-        step=next(
-            (int(e["step"]) for e in reversed(energy_events) if _is_number(e.get("step"))), None
-        ),
+        step=next((int(e["step"]) for e in reversed(readings) if _is_number(e.get("step"))), None),
     )
 
 

@@ -402,13 +402,9 @@ def similar_runs_hint(path: Path) -> str:
         newest = sorted(_list_run_dirs(path), key=lambda run: run.stat().st_mtime, reverse=True)
         run_list = ", ".join(map(str, newest[:_MAX_HINTS]))
         return f"; the newest runs in it: {run_list}" if newest else ""
-    sibling_runs = {run.name: run for run in _list_run_dirs(path.parent)}
-    similar_names = difflib.get_close_matches(path.name, sibling_runs, n=_MAX_HINTS)
-    return (
-        f"; did you mean {' or '.join(str(sibling_runs[name]) for name in similar_names)}?"
-        if similar_names
-        else ""
-    )
+    siblings = {run.name: run for run in _list_run_dirs(path.parent)}
+    matches = difflib.get_close_matches(path.name, siblings, n=_MAX_HINTS)
+    return f"; did you mean {' or '.join(str(siblings[n]) for n in matches)}?" if matches else ""
 
 
 def _list_run_dirs(folder: Path) -> list[Path]:

@@ -279,10 +279,8 @@ def schedule_passes(
         if num_chunks == 1:
             return PipelinePass(kind, 0, n)
         chunk = n // num_ranks % num_chunks
-        micro_batch = n // (num_ranks * num_chunks) * num_ranks + n % num_ranks
-        return PipelinePass(
-            kind, chunk if kind == "forward" else num_chunks - 1 - chunk, micro_batch
-        )
+        batch = n // (num_ranks * num_chunks) * num_ranks + n % num_ranks
+        return PipelinePass(kind, chunk if kind == "forward" else num_chunks - 1 - chunk, batch)
 
     total, later_ranks = num_micro * num_chunks, num_ranks - rank - 1
     warm_up = min(

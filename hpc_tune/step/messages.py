@@ -196,9 +196,7 @@ def _activation_all_reduces(
     """
     size, hidden, wire_itemsize = plan.size, plan.model.hidden_size, plan.activation_itemsize
     default = [BlockAllReduces(FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES)] * size.blocks(plan.model)
-    blocks = [
-        (size.block_all_reduces or default)[number] for number in plan.blocks_of_rank(pp_rank)
-    ]
+    blocks = [(size.block_all_reduces or default)[n] for n in plan.blocks_of_rank(pp_rank)]
     forward = sum(block.forward for block in blocks)
     router_gradients = sum(block.router_gradients for block in blocks)
     backward, is_first = sum(block.backward for block in blocks), pp_rank == 0

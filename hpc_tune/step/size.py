@@ -161,9 +161,7 @@ def measure_model_size(module: nn.Module, has_8bit_optimizer: bool = False) -> M
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    packed_layers = {
-        module.get_parameter(name): layer for name, layer in find_packed_weights(module)
-    }
+    packed_layers = {module.get_parameter(n): layer for n, layer in find_packed_weights(module)}
     model = module if isinstance(module, LossModel) else None
     return ModelSize(
         sum(p.numel() for p in frozen)
@@ -209,19 +207,17 @@ def _group_weights(
             shape=() if p in adapters else tuple(p.shape[:1] if p in packed else p.shape),
         )
         groups.setdefault(group, []).append(p)
-    weight_groups = []
+    weights = []
     for group, parameters in groups.items():
         values = {p: packed[p].num_values if p in packed else p.numel() for p in parameters}
         num_bytes = sum(p.numel() * p.element_size() for p in parameters)
         values_by_block = [0] * (max(blocks.values()) + 1)
         for p in parameters if group.part == "blocks" else ():
             values_by_block[blocks[p]] += values[p]
-        uneven_values = tuple(values_by_block) if len(set(values_by_block)) > 1 else ()
+        sizes = tuple(values_by_block) if len(set(values_by_block)) > 1 else ()
         total = sum(values.values())
-        weight_groups.append(
-            replace(group, num_values=total, num_bytes=num_bytes, values_by_block=uneven_values)
-        )
-    return tuple(weight_groups)
+        weights.append(replace(group, num_values=total, num_bytes=num_bytes, values_by_block=sizes))
+    return tuple(weights)
 
 
 def _map_blocks_by_parameter(module: LossModel) -> dict[nn.Parameter, int]:
@@ -308,14 +304,12 @@ def weight_flops_per_token(size: ModelSize, config: Any) -> float:
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     flops = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    input_embeddings = [w for w in size.weights if w.part == "embedding" and w.is_trained]
-    trains_embedding = (
-        size.is_fully_trained or sum(w.num_values for w in input_embeddings) >= embedding > 0
-    )
+    weights = [w for w in size.weights if w.part == "embedding" and w.is_trained]
+    is_trained = size.is_fully_trained or sum(w.num_values for w in weights) >= embedding > 0
     expert_groups = [w for w in size.weights if w.kind == ROUTED_EXPERTS]
     idle_flops = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in expert_groups)
     idle_flops *= 1 - active_expert_share(config)
-    return flops - (6.0 if trains_embedding else 4.0) * embedding - idle_flops
+    return flops - (6.0 if is_trained else 4.0) * embedding - idle_flops
 
 
 def attention_flops(config: Any, lengths: Sequence[int]) -> float:

@@ -246,12 +246,10 @@ def _count_block_all_reduces(styled_layers: list[tuple[str, Any, str]]) -> Block
 
 def num_gathered_features(module: LossModel) -> tuple[int, int]:
     """Return the features per token that the axis gathers in all blocks, forward and backward."""
-    layers = [
-        (unwrap_adapters(layer)[0], style) for _, layer, style in _iter_tp_plan_layers(module)
-    ]
+    pairs = [(unwrap_adapters(layer)[0], style) for _, layer, style in _iter_tp_plan_layers(module)]
     return (
-        sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
-        sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
+        sum(layer.out_features for layer, style in pairs if style == "colwise_gather_output"),
+        sum(layer.in_features for layer, style in pairs if style == "rowwise_split_input"),
     )
 
 

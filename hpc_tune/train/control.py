@@ -239,10 +239,8 @@ class Control:
         recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
         self.recorder.prepare_record(finished_step, sample, recomputes)
         self._profile.finish_step(step, result, trainer.data_s)
-        save_interval = self._checkpoint_settings.every_steps
-        saves = step == trainer.total_steps or (
-            save_interval is not None and step % save_interval == 0
-        )
+        interval = self._checkpoint_settings.every_steps
+        saves = step == trainer.total_steps or (interval is not None and step % interval == 0)
         evaluates = self._evaluation.is_due(step)
         if saves or evaluates:  # the step's metrics are written before those of the evaluation
             self.recorder.record_now()
@@ -293,10 +291,7 @@ class Control:
 
     def _agree_on_stop_reason(self, reason: str | None) -> str:
         """Return the stop reason of the lowest rank that has one. Collective."""
-        return next(
-            (rank_reason for rank_reason in self._comm.gather(reason) if rank_reason is not None),
-            "time limit",
-        )
+        return next((r for r in self._comm.gather(reason) if r is not None), "time limit")
 
     def _require_finite(self, result: StepResult) -> None:
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):

@@ -293,15 +293,13 @@ def open_sources(
 
 def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
     """Refuse data with only one kind of label; warn if the two kinds have unequal weight."""
-    labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
+    labels = [s.store.labels[:] for s in sources if s.store.labels is not None]
     if not labels:
         return
     num_desirable = sum(int(np.count_nonzero(source_labels)) for source_labels in labels)
     num_undesirable = sum(map(len, labels)) - num_desirable
     require_both_labels(
-        num_desirable,
-        num_undesirable,
-        ", ".join(source.store.attributes.source for source in sources),
+        num_desirable, num_undesirable, ", ".join(s.store.attributes.source for s in sources)
     )
     weights = tune.coefficients["desirable_weight"], tune.coefficients["undesirable_weight"]
     if warning := describe_label_imbalance(num_desirable, num_undesirable, *weights):
@@ -311,21 +309,18 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
 def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceConfig]) -> None:
     """Warn of files that are both trained and evaluated on, or that several sources read."""
     for one, other in itertools.combinations(training, 2):
-        if shared_files := sorted(list_source_files(one.path) & list_source_files(other.path)):
+        if files := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
-                "%s and %s both read %s: it is learned twice",
-                one.setting,
-                other.setting,
-                shared_files[0],
+                "%s and %s both read %s: it is learned twice", one.setting, other.setting, files[0]
             )
     for one, other in itertools.product(training, held_out):
-        if shared_files := sorted(list_source_files(one.path) & list_source_files(other.path)):
+        if files := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
                 "%s and %s both read %s: held-out loss on training data says nothing about new "
                 "data. Name the held-out split, or use data.eval_fraction",
                 other.setting,
                 one.setting,
-                list_some(shared_files, 1),
+                list_some(files, 1),
             )
 
 

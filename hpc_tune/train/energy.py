@@ -77,16 +77,10 @@ def _gpu_addresses_of_node(comm: Comm) -> list[str] | None:
     if comm.device.type == "cuda":
         address = pci_address(torch.cuda.get_device_properties(comm.device))
     node = comm.world.node
-    ranks = [
-        (rank, rank_address)
-        for rank, (rank_node, rank_address) in enumerate(comm.gather((node, address)))
-        if rank_node == node
-    ]
+    ranks = [(rank, a) for rank, (n, a) in enumerate(comm.gather((node, address))) if n == node]
     if ranks[0][0] != comm.world.rank:
         return None
-    return list(
-        dict.fromkeys(rank_address for _, rank_address in ranks if rank_address is not None)
-    )
+    return list(dict.fromkeys(a for _, a in ranks if a is not None))
 
 
 def _has_all_cpus() -> bool:
@@ -151,9 +145,7 @@ def _describe_missing_energy(nodes: Sequence[EnergyByPart], num_nodes: int) -> l
         subject = f"{name}{share}"
         if name == GPUS:
             total = sum(parts[GPUS].total for parts in nodes if GPUS in parts)
-            subject = (
-                f"{sum(part.total - part.num_counted for part in incomplete_parts)} of {total} GPUs"
-            )
+            subject = f"{sum(p.total - p.num_counted for p in incomplete_parts)} of {total} GPUs"
         elif name == NODE:
             subject = f"the whole node{share}"
         descriptions.append(f"{subject} ({incomplete_parts[0].reason})")

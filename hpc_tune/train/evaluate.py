@@ -186,20 +186,14 @@ class Evaluation:
                     extra=LOG_ON_RANK_0_ONLY,
                 )
         unit = "labeled answers" if self._has_labels else "pairs"
-        count_text = f"{num} {'tokens' if self._plan.num_sums == 1 else unit}"
-        metrics_text = f", {format_metrics(preference_metrics)}" if preference_metrics else ""
+        size = f"{num} {'tokens' if self._plan.num_sums == 1 else unit}"
+        stats = f", {format_metrics(preference_metrics)}" if preference_metrics else ""
         if list(losses) == [""]:
             losses = {}
         values = ", ".join(f"{name} {source_loss:.4f}" for name, source_loss in losses.items())
         note = f", the mean of {values}," if len(losses) > 1 else f" ({values})" if values else ""
         log.info(
-            "step %d: held-out loss %.4f%s over %s%s (%.1fs)",
-            step,
-            loss,
-            note,
-            count_text,
-            metrics_text,
-            eval_s,
+            "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, note, size, stats, eval_s
         )
         if len(self.evals.chosen) == facts.MIN_LOG_PROB_FALLS + 1:  # once per falling streak
             log.warning(
@@ -228,10 +222,8 @@ class Evaluation:
 
         kl = 0.0
         if self._has_labels:
-            mismatched_batches = (
-                b.mismatched_batch for b in batches() if b.mismatched_batch is not None
-            )
-            kl = mean_kl(engine, mismatched_batches, self._comm)
+            mismatches = (b.mismatched_batch for b in batches() if b.mismatched_batch is not None)
+            kl = mean_kl(engine, mismatches, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
         sums, loss_terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
         is_tokens = self._plan.num_sums == 1

@@ -143,18 +143,9 @@ def _clean_up_refused_start(comm: Comm | None, error: BaseException, run_dir: Pa
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    initial_files, is_refused = (
-        comm.resume_point.initial_files,
-        find_exit_code(error) == EXIT_USER_ERROR,
-    )
-    if (
-        initial_files is not None
-        and is_refused
-        and (remaining_files := remove_new_files(run_dir, initial_files))
-    ):
-        words = (
-            "prepared data" if remaining_files == [PREPARED_FOLDER] else ", ".join(remaining_files)
-        )
+    files, is_refused = comm.resume_point.initial_files, find_exit_code(error) == EXIT_USER_ERROR
+    if files is not None and is_refused and (leftovers := remove_new_files(run_dir, files)):
+        words = "prepared data" if leftovers == [PREPARED_FOLDER] else ", ".join(leftovers)
         print_line(f"this start left {words} in run.dir={run_dir}")
 
 
@@ -229,17 +220,15 @@ def _first_reported_code(
 
     Both sides of a network split report it; the report of the rank with the store counts.
     """
-    peer_outcome = None
+    report = None
     if run_dir is not None:
         start = None if comm is None else comm.nonce
-        peer_outcome = outcome.read_outcome_of_start(run_dir, start, process_start_s())
-    if peer_outcome is None:  # the file may become visible later than the rank's message arrives
+        report = outcome.read_outcome_of_start(run_dir, start, process_start_s())
+    if report is None:  # the file may become visible later than the rank's message arrives
         return None if comm is None or comm.watch is None else comm.watch.reported_exit_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
     is_cut_from = isinstance(error, LostHostError) and has_store
-    return (
-        None if is_cut_from and peer_outcome.get("lost_hosts") else int(peer_outcome["exit_code"])
-    )
+    return None if is_cut_from and report.get("lost_hosts") else int(report["exit_code"])
 
 
 def _may_be_consequence(error: BaseException) -> bool:

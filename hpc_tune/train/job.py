@@ -72,10 +72,8 @@ class Job:
         """Return a watchdog that ends the world if training makes no progress."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
         on_failure = partial(fail_run, self.setup_comm, run_dir=self.dir)
-        keep_trace = partial(
-            write_collectives_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu
-        )
-        return StallWatch(comm, self.config.run.timeout, on_failure, keep_trace)
+        writer = partial(write_collectives_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
+        return StallWatch(comm, self.config.run.timeout, on_failure, writer)
 
 
 @contextmanager

@@ -128,11 +128,9 @@ class ExpertLoadWriter:
         self._lines.write(**to_row(line))
         starving_experts = find_starving_experts(self._layers, self._counts)
         if starving_experts and starving_experts != self._last_warned_experts:
-            message = describe_starving_experts(
-                starving_experts, self._last_written_step, self._step
-            )
-            log.warning("%s", message)
-            self._events.write("warning", self._step, message=message)
+            text = describe_starving_experts(starving_experts, self._last_written_step, self._step)
+            log.warning("%s", text)
+            self._events.write("warning", self._step, message=text)
         self._last_warned_experts, self._last_written_step = starving_experts, self._step
         self._counts = [[0] * len(row) for row in self._counts]
 
@@ -160,8 +158,7 @@ def describe_starving_experts(
 ) -> str:
     """Return a warning about experts that starve, naming a few of them."""
     layer_texts = [
-        f"layer {layer}: {list_some(experts, _MAX_SHOWN)}"
-        for layer, experts in starving_experts.items()
+        f"layer {i}: {list_some(experts, _MAX_SHOWN)}" for i, experts in starving_experts.items()
     ]
     return (
         "experts starve, with less than a hundredth of an even share of the tokens in steps "
@@ -382,12 +379,10 @@ class Recorder:
         """
         counted_batches = batches if self._counts_rows else []
         return (
-            math.fsum(batch.num_loss_terms for batch in counted_batches),
-            sum(batch.num_loss_tokens for batch in counted_batches),
-            sum(batch.num_tokens for batch in counted_batches),
-            sum(
-                self._flops.attention(batch.unpadded_document_lengths) for batch in counted_batches
-            ),
+            math.fsum(b.num_loss_terms for b in counted_batches),
+            sum(b.num_loss_tokens for b in counted_batches),
+            sum(b.num_tokens for b in counted_batches),
+            sum(self._flops.attention(b.unpadded_document_lengths) for b in counted_batches),
         )
 
     def loss_tokens_by_source(self, batches: Sequence[Batch]) -> tuple[int, ...]:

@@ -67,11 +67,9 @@ class Model:
         """Return the kernels that compute the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
         needs_mask = not module.uses_document_attention or module.needs_mask
-        mask_reason = f"{built.config.model_type} models need it" if needs_mask else ""
+        reason = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
-        kernels = choose_model_kernels(
-            built.config, built.dtype, train.compiles, device, mask_reason
-        )
+        kernels = choose_model_kernels(built.config, built.dtype, train.compiles, device, reason)
         slow_reason = ""
         if is_mixture_of_experts(built.module) and device.type == "cuda":
             slow_reason = grouped_matmul.grouped_kernel_fault(device, built.dtype)
@@ -255,18 +253,14 @@ def _require_trained_targets(built: BuiltModel, check: ArchitectureCheck) -> Non
         log.warning(text, ", ".join(untrained), extra=LOG_ON_RANK_0_ONLY)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
-    named_targets = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
-    reason = (
+    names = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
+    note = (
         f"adapters on {', '.join(untrained)} get no gradient: a {kind} model does not call these "
         "layers, or only reads their weights"
     )
-    if named_targets:
-        raise ConfigError(
-            f"tune.targets={tune.targets}: {reason}; leave {', '.join(named_targets)} out"
-        )
-    log.warning(
-        "tune.targets=%s: %s; they stay zero", tune.targets, reason, extra=LOG_ON_RANK_0_ONLY
-    )
+    if names:
+        raise ConfigError(f"tune.targets={tune.targets}: {note}; leave {', '.join(names)} out")
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, note, extra=LOG_ON_RANK_0_ONLY)
 
 
 def _with_router_watch(

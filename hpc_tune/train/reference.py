@@ -193,15 +193,13 @@ def require_same_init_adapter(saved_state: RunState, tune: TuneConfig) -> None:
     init_hash = hash_init_adapter(tune)
     if init_hash is None or saved_state.start in (None, init_hash):
         return
-    saved_path, path = flatten_settings(saved_state.config).get("tune.init_from"), tune.init_from
-    difference = f"{path} has other weights than in the checkpoint's run"
-    if saved_path != path:
-        difference = (
-            f"the run started from {saved_path or 'no adapter'}, but {path or 'none'} is given now"
-        )
+    origin, path = flatten_settings(saved_state.config).get("tune.init_from"), tune.init_from
+    diff = f"{path} has other weights than in the checkpoint's run"
+    if origin != path:
+        diff = f"the run started from {origin or 'no adapter'}, but {path or 'none'} is given now"
     raise ConfigError(
         f"tune.init_from: with tune.objective={tune.objective} answers are compared with the model "
-        f"as it was at the start, and {difference}. Give the old adapter, or another run.dir"
+        f"as it was at the start, and {diff}. Give the old adapter, or another run.dir"
     )
 
 

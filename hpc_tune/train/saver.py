@@ -253,9 +253,7 @@ class Saver:
         write_options, block_pool, budget = self._writing, self._block_pool, 0
         device = write_options.device(block_pool) if write_options.device is not None else None
         if not self.is_blocking:
-            total = total_block_bytes(
-                [region for regions in regions_by_file.values() for region in regions]
-            )
+            total = total_block_bytes([r for regions in regions_by_file.values() for r in regions])
             requested_bytes, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
                 requested_bytes, total, on_device, write_options.can_allocate, block_pool.num_bytes

@@ -218,10 +218,8 @@ def determine_phases(
             f"data.sources: the mixture differs from that of the checkpoint "
             f"({'; '.join(changes)}). Give the old values, {remedy}"
         )
-    consumed_rows = rows_before(phases, row)
-    new_parts = {
-        name: replace(p, rows_before=consumed_rows.get(name, 0)) for name, p in parts.items()
-    }
+    used_rows = rows_before(phases, row)
+    new_parts = {name: replace(p, rows_before=used_rows.get(name, 0)) for name, p in parts.items()}
     return [*phases, MixturePhase(new_parts, row, last.epoch_at(row))]
 
 
@@ -250,16 +248,14 @@ def _newest_part_by_source(phases: Sequence[MixturePhase]) -> dict[str, MixtureS
 
 
 def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixtureSource]) -> list[str]:
-    last, known_parts = phases[-1], _newest_part_by_source(phases)
-    changes = [f"{name} left out" for name in last.parts if name not in parts]
+    last, history = phases[-1], _newest_part_by_source(phases)
+    lines = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
         if (old_part := last.parts.get(name)) is None:
-            changes.append(
-                f"{name} {'back' if name in known_parts else 'new'}, with {part.amount_text}"
-            )
+            lines.append(f"{name} {'back' if name in history else 'new'}, with {part.amount_text}")
         elif (old_part.weight, old_part.epochs) != (part.weight, part.epochs):
-            changes.append(f"{name} {old_part.amount_text}, now {part.amount_text}")
-    return changes
+            lines.append(f"{name} {old_part.amount_text}, now {part.amount_text}")
+    return lines
 
 
 def describe_planned_sources(

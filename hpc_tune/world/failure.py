@@ -185,14 +185,12 @@ def find_late_ranks(progress_by_rank: Mapping[int, RankProgress], num_ranks: int
 
     These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """
-    if missing := [rank for rank in range(num_ranks) if rank not in progress_by_rank]:
+    if missing := [r for r in range(num_ranks) if r not in progress_by_rank]:
         return missing
     max_entered = max(progress.entered for progress in progress_by_rank.values())
-    if behind_ranks := [
-        rank for rank in range(num_ranks) if progress_by_rank[rank].entered < max_entered
-    ]:
+    if behind_ranks := [r for r in range(num_ranks) if progress_by_rank[r].entered < max_entered]:
         return behind_ranks
-    busy_ranks = [rank for rank in range(num_ranks) if not progress_by_rank[rank].waits]
+    busy_ranks = [r for r in range(num_ranks) if not progress_by_rank[r].waits]
     return busy_ranks if len(busy_ranks) < num_ranks else []
 
 
@@ -290,11 +288,9 @@ def is_broken_connection(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
         return False
     text = f"{type(error).__name__} {error}".lower()
-    if any(sign in text for sign in _LOCAL_FAULT_PHRASES):
+    if any(p in text for p in _LOCAL_FAULT_PHRASES):
         return False
-    return "Dist" in type(error).__name__ or any(
-        sign in text for sign in _BROKEN_CONNECTION_PHRASES
-    )
+    return "Dist" in type(error).__name__ or any(p in text for p in _BROKEN_CONNECTION_PHRASES)
 
 
 def watch_launcher(label: str) -> None:
@@ -356,17 +352,15 @@ def _describe_failure(label: str, error: BaseException, comm: Comm | None) -> Fa
         facts = error.facts if isinstance(error, WorldError) else {}
         return Failure(f"error on {label}: ", str(error), facts)
     while_ = "" if comm is None else f" while {comm.activity[0]}"
-    error_text = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARS]
+    text = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARS]
     if not is_broken_connection(error):
         return Failure(
-            "error: ", f"{label} failed{while_}: {error_text}", details=_format_traceback(error)
+            "error: ", f"{label} failed{while_}: {text}", details=_format_traceback(error)
         )
-    problem = "lost the connection to another rank"
+    fault = "lost the connection to another rank"
     if any(word in str(error).lower() for word in _TIMEOUT_PHRASES):
-        problem = "had no answer from another rank within run.timeout"
-    return Failure(
-        "error: ", f"{label} {problem}{while_}: {error_text}", details=_format_traceback(error)
-    )
+        fault = "had no answer from another rank within run.timeout"
+    return Failure("error: ", f"{label} {fault}{while_}: {text}", details=_format_traceback(error))
 
 
 def _format_traceback(error: BaseException) -> str:

@@ -88,10 +88,8 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
             f"run.interface={interface} was not reached from every node; using "
             f"{endpoints[choice]['interface']} ({endpoints[choice]['ip']})"
         )
-    own_listener = listeners[choice] if listeners else None
-    return Endpoint(
-        endpoints[choice]["ip"], endpoints[choice]["port"], nonce, own_listener, warning
-    )
+    own_socket = listeners[choice] if listeners else None
+    return Endpoint(endpoints[choice]["ip"], endpoints[choice]["port"], nonce, own_socket, warning)
 
 
 def choose_endpoint(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:

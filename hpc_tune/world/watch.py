@@ -170,11 +170,9 @@ class StallWatch:
         if wait_s is None:
             wait_s = 2 * (3 * self._every_s + liveness.FAILURE_REPORT_LIMIT_S)
         own_rank = self._comm.world.rank
-        progress_by_rank = {own_rank: self._own_progress()}
+        progress = {own_rank: self._own_progress()}
         # The store may be behind a cut network.
-        thread = threading.Thread(
-            target=self._gather_progress, args=(progress_by_rank,), daemon=True
-        )
+        thread = threading.Thread(target=self._gather_progress, args=(progress,), daemon=True)
         thread.start()
         thread.join(wait_s)
         liveness.exit_soon()
@@ -183,15 +181,11 @@ class StallWatch:
             roster, operation = self._comm.roster, self._activity
             store_rank = self._comm.store_rank
             if own_rank != store_rank and thread.is_alive():  # the others may well answer
-                progress_by_rank |= {
-                    peer.rank: progress_by_rank[own_rank]
-                    for peer in roster
-                    if peer.rank != store_rank
+                progress |= {
+                    peer.rank: progress[own_rank] for peer in roster if peer.rank != store_rank
                 }
             self._end_world(
-                stalled_error(
-                    progress_by_rank, roster, operation, self._limit_s, gone_ranks, self._trace
-                )
+                stalled_error(progress, roster, operation, self._limit_s, gone_ranks, self._trace)
             )
 
     def _gather_progress(self, progress_by_rank: dict[int, RankProgress]) -> None:
@@ -359,12 +353,8 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a report."""
-        ended_ranks = self._list_ended_remote_ranks()
-        return {
-            rank
-            for rank, launch_rank in enumerate(self._launch_ranks)
-            if launch_rank in ended_ranks
-        }
+        ranks = self._list_ended_remote_ranks()
+        return {rank for rank, launch_rank in enumerate(self._launch_ranks) if launch_rank in ranks}
 
     def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
         """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
@@ -372,18 +362,16 @@ class HostWatch:
 
     def _list_ended_remote_ranks(self) -> set[int]:
         world, now_s = self._comm.world, time.monotonic()
-        joint_times_s = self._joint_end_times_s()
-        end_times_s = {
-            rank: at_s for rank, at_s in joint_times_s.items() if not self._is_on_this_host(rank)
-        }
-        if not end_times_s or now_s - min(end_times_s.values()) < liveness.HOST_LOSS_SETTLE_S:
+        times_s = self._joint_end_times_s()
+        ends_s = {rank: at_s for rank, at_s in times_s.items() if not self._is_on_this_host(rank)}
+        if not ends_s or now_s - min(ends_s.values()) < liveness.HOST_LOSS_SETTLE_S:
             return set()
-        if world.rank and 0 in end_times_s:
+        if world.rank and 0 in ends_s:
             ranks_with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
-            if ranks_with_0 != {0} and now_s - end_times_s[0] < liveness.NEIGHBORS_REPORT_LIMIT_S:
+            if ranks_with_0 != {0} and now_s - ends_s[0] < liveness.NEIGHBORS_REPORT_LIMIT_S:
                 return set()
-            return ranks_with_0 | end_times_s.keys()
-        return set(end_times_s)
+            return ranks_with_0 | ends_s.keys()
+        return set(ends_s)
 
     def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this rank has reported why the world ends."""

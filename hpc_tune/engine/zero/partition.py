@@ -95,10 +95,8 @@ class _Partitioner:
     ) -> Any:
         """Return DeepSpeed's parameter for ``meta_param``, of which this rank holds its part."""
         # One value in memory, expanded: only the shape matters.
-        placeholder = torch.empty(1, dtype=meta_param.dtype, device=self._device).expand(
-            meta_param.shape
-        )
-        parameter: Any = nn.Parameter(placeholder, requires_grad=meta_param.requires_grad)
+        dummy = torch.empty(1, dtype=meta_param.dtype, device=self._device).expand(meta_param.shape)
+        parameter: Any = nn.Parameter(dummy, requires_grad=meta_param.requires_grad)
         self._zero_init._convert_to_deepspeed_param(parameter)
         num_local_values = self._num_local_values(meta_param)
         is_swapped = self._is_swapped(meta_param, num_local_values)

@@ -266,10 +266,8 @@ def drop_gradients(zero_optimizer: Any, stage: int) -> None:
     if stage < 3:
         zero_optimizer._release_preflattened_grad_buffers()
         zero_optimizer.micro_step_id = -1
-        for number in list(zero_optimizer.averaged_gradients):
-            zero_optimizer.averaged_gradients[number] = zero_optimizer.all_grad_tensors[number] = (
-                None
-            )
+        for key in list(zero_optimizer.averaged_gradients):
+            zero_optimizer.averaged_gradients[key] = zero_optimizer.all_grad_tensors[key] = None
     elif not is_offloaded:
         zero_optimizer.averaged_gradients = {}
 

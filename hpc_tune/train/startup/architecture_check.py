@@ -106,11 +106,9 @@ def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
         first, second = parameter.grad, other_parameters[name].grad
         if first is None or second is None:
             continue
-        if split := model.slices.get(name):
-            parts = zip(
-                *(g.chunk(split.num_parts, split.dim) for g in (first, second)), strict=True
-            )
-            gradients[name] = torch.cat([piece for pair in parts for piece in pair], dim=split.dim)
+        if cut := model.slices.get(name):
+            parts = zip(*(g.chunk(cut.num_parts, cut.dim) for g in (first, second)), strict=True)
+            gradients[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
         else:
             gradients[name] = first + second if name in partial else first
     return gradients
@@ -350,10 +348,8 @@ class _Trial:
 
     def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
         """Return transformers' gradients under our parameter names, if there is such a name."""
-        names = {
-            built.names.whole_model_name(n.removeprefix("model.")): n for n in built.base_names
-        }
-        return {names.get(name, name): gradient for name, gradient in self.gradients.items()}
+        keys = {built.names.whole_model_name(n.removeprefix("model.")): n for n in built.base_names}
+        return {keys.get(name, name): gradient for name, gradient in self.gradients.items()}
 
     def check_loss(self, built: BuiltModel) -> str:
         module = built.module

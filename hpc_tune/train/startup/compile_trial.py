@@ -127,12 +127,10 @@ def check_compiled_blocks(
     Raises:
         UncheckableArchitecture: if no small model can be made.
     """
-    trial_tune = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
+    config = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         write_small_model(model, directory := Path(folder))
-        run = functools.partial(
-            _run_step, directory, trial_tune, device=device, recompute=recompute
-        )
+        run = functools.partial(_run_step, directory, config, device=device, recompute=recompute)
         exact = run(torch.float32, compiled=False)
         eager = exact if dtype == torch.float32 else run(dtype, compiled=False)
         with compiling_in_process(directory):

@@ -71,11 +71,7 @@ def log_start(
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
         + describe_arithmetic(config.train, model.built.dtype, find_architecture(comm.device)),
         "method": describe_method(config.tune, model.size),
-        **(
-            {"experts": experts}
-            if (experts := describe_experts(model.size, model.built.config))
-            else {}
-        ),
+        **({"experts": line} if (line := describe_experts(model.size, model.built.config)) else {}),
         "data": _describe_data(config.data, data),
         **_describe_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved_layout.reason}",
@@ -205,12 +201,10 @@ def warn_few_steps(
     if warmup >= total_steps and warmup > 1:
         last = learning_rate(optim, total_steps - 1, total_steps)
         low_text = f"{last:.2g}, not {optim.peak_lr:g}"
-        rate_text = (
-            f"{optim.peak_lr:g} in the last step alone" if warmup == total_steps else low_text
-        )
+        rate = f"{optim.peak_lr:g} in the last step alone" if warmup == total_steps else low_text
         yield (
             f"the run ends during warm-up (optim.warmup_steps={warmup} in a run of {total_steps} "
-            f"steps): the rate reaches {rate_text}; use fewer"
+            f"steps): the rate reaches {rate}; use fewer"
         )
 
 
@@ -231,12 +225,10 @@ def describe_learning_rate(
     warmup = optim.num_warmup_steps(total_steps)
     warmup_text = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
     falls = f", whose last {optim.num_decay_steps(total_steps)} steps fall"
-    schedule = optim.schedule + (falls if optim.schedule == "wsd" else "")
-    schedule += (
-        f"; LoRA's B at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
-    )
-    schedule += "; moments in 8 bits" if optim.is_8bit else ""
-    return f"{peak:.3g} ({origin}): {warmup_text}{schedule}"
+    details = optim.schedule + (falls if optim.schedule == "wsd" else "")
+    details += f"; LoRA's B at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
+    details += "; moments in 8 bits" if optim.is_8bit else ""
+    return f"{peak:.3g} ({origin}): {warmup_text}{details}"
 
 
 def describe_arithmetic(
@@ -320,15 +312,13 @@ def describe_experts(size: ModelSize, model: Any) -> str:
 
     "" for a dense model.
     """
-    num_trained: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for weights in size.weights:
         if weights.kind:
-            num_trained[weights.kind] += weights.num_values if weights.is_trained else 0
+            counts[weights.kind] += weights.num_values if weights.is_trained else 0
     parts = [
         f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
-        for kind, num in sorted(
-            num_trained.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0])
-        )
+        for kind, num in sorted(counts.items(), key=lambda item: (item[0] == OTHER_PARTS, item[0]))
     ]
     num_chosen = num_experts_per_token(model)
     fraction = f"{num_chosen} of {round(num_chosen / active_expert_share(model))}"
