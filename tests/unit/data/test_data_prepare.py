@@ -25,6 +25,7 @@ from hpc_tune.data.prepare import (
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
+from tests.support.ranks import HANG_S
 
 ROOT = Path(__file__).parents[3]
 RECORDS = [chat(f"question {n}", "answer " * (n % 40)) for n in range(300)]
@@ -314,7 +315,7 @@ def test_jobs_that_prepare_into_one_cache_at_once_all_get_the_whole_file(tmp_pat
     for job in jobs:
         job.stdin.write("\n")
         job.stdin.flush()
-    said = {job.communicate(timeout=120)[0] for job in jobs}
+    said = {job.communicate(timeout=HANG_S)[0] for job in jobs}
     assert len(said) == 1
     assert "30,000 examples" in said.pop()
     assert (tmp_path / "d.h5").read_bytes() == (tmp_path / "alone.h5").read_bytes()
