@@ -74,7 +74,7 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     for key in ("rank_pattern", "alpha_pattern"):
         expected_fields[key] = restore_layer_patterns(expected_fields[key])
         fields[key] = _expand_patterns_to_paths(
-            restore_layer_patterns(fields[key] or {}), expected_fields[key]
+            restore_layer_patterns(fields[key]), expected_fields[key]
         )
     problems = _compare_expert_ranks(fields, expected_fields, built.tune)
     problems += [
@@ -130,9 +130,8 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(settings.read_text(encoding="utf-8"))
-        for key in ("rank_pattern", "alpha_pattern"):
-            dict(content.get(key) or {})
-        return {**content}
+        patterns = {key: {**(content.get(key) or {})} for key in ("rank_pattern", "alpha_pattern")}
+        return {**content, **patterns}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 

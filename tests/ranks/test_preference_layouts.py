@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -104,7 +105,9 @@ def test_rows_whose_answers_have_no_mismatched_ones_are_learned_in_shards(tmp_pa
     data = write(tmp_path / "one-prompt.jsonl", rows)
     for name, ranks, more in (("alone", 1, []), ("shard", 2, ["parallel.shard=2"])):
         words = settings(tmp_path, name, data, "kto", f"data.cache={tmp_path / name}", *more)
-        assert many_runs(ranks, [{"overrides": words}], tmp_path) == [0]
+        [ended] = launch_runs(ranks, [{"overrides": words}], tmp_path)
+        assert ended.code == 0, ended.output
+        assert re.search(r"held-out loss .* over \d+ labeled answers", ended.output)
     assert worst_gap(losses(tmp_path / "shard"), losses(tmp_path / "alone")) < 1e-5
 
 

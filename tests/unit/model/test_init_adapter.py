@@ -146,6 +146,13 @@ def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):
             {"adapter_model.safetensors": "x", "adapter_config.json": '{"rank_pattern": 8}'},
             "adapter_config.json cannot be read",
         ),
+        (
+            {
+                "adapter_model.safetensors": "x",
+                "adapter_config.json": '{"rank_pattern": [["a",8]]}',
+            },
+            "adapter_config.json cannot be read",
+        ),
     ],
 )
 def test_a_folder_that_holds_no_adapter_is_refused(tiny, tmp_path, files, said):

@@ -102,6 +102,7 @@ def test_the_machine_of_a_plan_is_what_is_named_or_the_slurm_section(
         (["parallel.replicate=2", "parallel.shard=8"], "slurm.nodes=2 slurm.gpus_per_node=8"),
         (["parallel.shard=2", "run.device=cpu"], "slurm.nodes=1 slurm.tasks_per_node=2"),
         (["parallel.tensor=4", "slurm.gpus_per_node=6"], "a multiple of 4 ranks"),
+        (["parallel.replicate=1", "parallel.shard=1", "slurm.nodes=2"], "1 rank, and"),
         (["parallel.shard=8", "slurm.gpus_per_node=4", "slurm.nodes=2"], None),
         (["parallel.tensor=4", "slurm.gpus_per_node=8"], None),
         (["parallel.context=4", "slurm.gpus_per_node=8"], None),

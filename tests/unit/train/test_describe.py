@@ -13,6 +13,7 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.data.counts import Counters
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.loss import LossModel
+from hpc_tune.probe.fabric import tcp_warning
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, WeightGroup
 from hpc_tune.train.data import Data
@@ -293,6 +294,14 @@ def test_a_run_tells_that_nccl_sends_by_tcp_beside_a_faster_network(
     assert len(found) == bool(said)
     assert all(words in text for text in found for words in said)
     assert not found or ("run.interface" in found[0]) == (len(said) == 2)
+
+
+def test_the_example_of_interfaces_is_that_of_the_network():
+    for kind, has_example in (("Slingshot", True), ("EFA", False)):
+        text = tcp_warning([kind] * 2, "NCCL", "", "=eth0")
+        assert f"{kind} needs its network plugin" in text
+        assert "all 2 interfaces in run.interface" in text
+        assert ("hsn0" in text) == has_example
 
 
 def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
