@@ -128,7 +128,7 @@ class Command(NamedTuple):
 
 
 def command(*arguments: Argument) -> Callable[[CommandFunction], Command]:
-    """Make a function a command with these arguments."""
+    """Make a function a command with these arguments; ``_ALL_COMMANDS`` lists them."""
     return lambda run: Command(run, arguments)
 
 

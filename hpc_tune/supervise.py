@@ -156,9 +156,9 @@ def classify_ending(
 ) -> tuple[str, str, int, str]:
     """Return status, reason, exit code and error type of a start (pure).
 
-    They are what its ranks ``outcome_fields`` (``outcome.read_valid_outcome``, or nothing), or else
-    follow from the launcher's exit code. ``blames_nodes``: the launcher names nodes that are lost
-    or whose ranks died.
+    ``outcome_fields``: what its ranks reported (``outcome.read_valid_outcome``). If that is empty,
+    the result follows from the launcher's exit code. ``blames_nodes``: the launcher names nodes
+    that are lost or whose ranks died.
     """
     if launcher_exit_code == EXIT_USER_ERROR and outcome_fields.get("exit_code") != EXIT_USER_ERROR:
         # The ranks have written nothing; any outcome belongs to another job.

@@ -169,7 +169,7 @@ _SINGLE_INFO = LaunchInfo("single", rank=0, size=1, local_rank=0, local_size=1, 
 
 
 def _read_info_without_nodes(environ: Environ) -> LaunchInfo | None:
-    """Return it without nodes: such launchers have different variables for them, or none."""
+    """Return a rank and the world's size: launchers differ in the variables for nodes."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
     info = read_launch_info(environ, UNKNOWN_LAUNCHER, rank="RANK", size="WORLD_SIZE")

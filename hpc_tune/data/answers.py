@@ -234,7 +234,7 @@ _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def mark_generation_blocks(template: Any) -> str | None:
-    """Mark both ends of a template's {% generation %} blocks (BLOCK_MARKER); None without any."""
+    """Return a template with its {% generation %} blocks between BLOCK_MARKERs; None without."""
     if not isinstance(template, str) or not _GENERATION_TAG.search(template):
         return None
 

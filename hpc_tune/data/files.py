@@ -296,7 +296,7 @@ def _advise_on_cache(folder: Path, cache_folders: Sequence[Path]) -> str:
 
 
 def _versioned_table_kind(folder: Path, subfolder: Path) -> str | None:
-    """Return the kind of table whose history is in ``subfolder``; None if it is none's."""
+    """Return the kind of table whose history is in ``subfolder``; None if it holds none."""
     if (
         subfolder.name == "metadata"
         and (folder / "data").is_dir()

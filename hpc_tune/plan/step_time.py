@@ -340,7 +340,7 @@ class _RankLayout:
         return sum(self.transfer_s(m) + m.times * self.sync_time_s(m.ranks) for m in messages)
 
     def sync_time_s(self, group_size: int) -> float:
-        """Return the seconds for ``group_size`` ranks to wait for each other: a tree."""
+        """Return the seconds in which ``group_size`` ranks wait for each other, as in a tree."""
         num_ranks = len(self.network.nodes)
         return self.sync_s * math.log2(group_size) / math.log2(num_ranks) if group_size > 1 else 0.0
 
