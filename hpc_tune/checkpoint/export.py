@@ -36,7 +36,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, find_remedy
 from hpc_tune.files import sync_folder
 from hpc_tune.log import Progress, log
-from hpc_tune.memory.host import EMPTY_MODEL_BYTES, find_host_limit, spare_bytes
+from hpc_tune.memory.host import EMPTY_MODEL_BYTES, find_host_limit, free_host_bytes
 from hpc_tune.model.config_json import config_parts
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
@@ -272,7 +272,7 @@ def require_merge_memory(merged_model: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
     needed_bytes = estimate_merge_bytes(max(map(merged_model.tensor_bytes, merged_model.names)))
     limit = find_host_limit()
-    room = spare_bytes(limit)
+    room = free_host_bytes(limit)
     if needed_bytes > room:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed_bytes)}; "

@@ -276,7 +276,7 @@ def used_bytes(
         return usage.used_bytes()
 
 
-def spare_bytes(limit: HostLimit) -> int:
+def free_host_bytes(limit: HostLimit) -> int:
     """Return how many bytes other work may take now, beside a run, before the governor acts."""
     return free_bytes_below_level(used_bytes(limit), limit.num_bytes)
 

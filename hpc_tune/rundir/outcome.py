@@ -21,8 +21,8 @@ from hpc_tune.memory.host import (
     REPORT_PROCESS_BYTES,
     HostLimit,
     find_host_limit,
+    free_host_bytes,
     oom_kills,
-    spare_bytes,
 )
 from hpc_tune.memory.policy import HOST_LIMITS, Level
 from hpc_tune.rundir.json_lines import METRICS_FILE, RESOLVED_CONFIG
@@ -345,7 +345,7 @@ def run_report_command(run_dir: Path) -> None:
     if not (run_dir / RESOLVED_CONFIG).is_file():
         return
     command = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
-    room = spare_bytes(find_host_limit())
+    room = free_host_bytes(find_host_limit())
     if room < REPORT_PROCESS_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(room), command)
         return

@@ -17,7 +17,7 @@ from hpc_tune.cluster.launchers import explain_command_failure
 from hpc_tune.config.section import flatten_settings
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
-from hpc_tune.memory.host import PLAN_PROCESS_BYTES, find_host_limit, spare_bytes
+from hpc_tune.memory.host import PLAN_PROCESS_BYTES, find_host_limit, free_host_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
 from hpc_tune.plan.memory_model import PhaseMemory, fits_without_plan, max_step_bytes
@@ -139,7 +139,7 @@ def _run_plan_command(
         ResumableStop: if the run was asked to stop meanwhile, since the signal ends the plan, too.
     """
     limit = find_host_limit()
-    available_bytes = spare_bytes(limit)
+    available_bytes = free_host_bytes(limit)
     if available_bytes < PLAN_PROCESS_BYTES:
         log.warning(
             "memory  not planned: planning takes %s, but only %s of %s are left",
