@@ -272,12 +272,12 @@ def require_merge_memory(merged_model: MergedModel) -> None:
     """Refuse to merge if memory is too small, before the kernel kills the process."""
     needed_bytes = estimate_merge_bytes(max(map(merged_model.tensor_bytes, merged_model.names)))
     limit = find_host_limit()
-    room = free_host_bytes(limit)
-    if needed_bytes > room:
+    free_bytes = free_host_bytes(limit)
+    if needed_bytes > free_bytes:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed_bytes)}; "
-            f"{limit.source} leaves {format_bytes(room)} of {format_bytes(limit.num_bytes)}: run "
-            "it on a machine with more memory"
+            f"{limit.source} leaves {format_bytes(free_bytes)} of {format_bytes(limit.num_bytes)}: "
+            "run it on a machine with more memory"
         )
 
 

@@ -95,14 +95,17 @@ def pack_documents(histogram: dict[int, int], seq_len: int) -> list[RowPattern]:
                 del open_patterns[space], spaces[index]
             copies = space // length
             num_full = min(pattern.num_rows, count // copies)
-            rest = (
+            num_extra = (
                 count - num_full * copies if num_full < pattern.num_rows else 0
             )  # fewer than copies
             put(RowPattern((*pattern.items, (length, copies)), num_full), space - copies * length)
-            put(RowPattern((*pattern.items, (length, rest)), int(rest > 0)), space - rest * length)
-            num_untouched = pattern.num_rows - num_full - bool(rest)
+            put(
+                RowPattern((*pattern.items, (length, num_extra)), int(num_extra > 0)),
+                space - num_extra * length,
+            )
+            num_untouched = pattern.num_rows - num_full - bool(num_extra)
             put(RowPattern(pattern.items, num_untouched), space)
-            count -= num_full * copies + rest
+            count -= num_full * copies + num_extra
     return [
         pattern for _, group in sorted(open_patterns.items()) for pattern in group if pattern.items
     ]
@@ -193,7 +196,8 @@ class Shuffle:
         self._b = -(-n // self._a)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
         self._keys = [
-            int.from_bytes(digest[i : i + 8], "little") for i in range(0, 8 * _FEISTEL_ROUNDS, 8)
+            int.from_bytes(digest[offset : offset + 8], "little")
+            for offset in range(0, 8 * _FEISTEL_ROUNDS, 8)
         ]
 
     def __call__(self, index: int) -> int:
@@ -429,10 +433,12 @@ class Interleaving:
         """Return the source at a place, and how many of its rows come before."""
         node = self._root
         while node.halves is not None:
-            first, second = node.halves
+            first_half, second_half = node.halves
             num_before = node.count_first_half(position)
             is_in_first = node.count_first_half(position + 1) > num_before
-            node, position = (first, num_before) if is_in_first else (second, position - num_before)
+            node, position = (
+                (first_half, num_before) if is_in_first else (second_half, position - num_before)
+            )
         return node.source, position
 
     def counts(self, num_rows: int) -> list[int]:

@@ -259,11 +259,11 @@ def _write_datasets(
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
     sorter = _LengthSorter(file, *extents["documents/by_length"], values, counts)
-    optional_names = [n for datasets in FORM_DATASETS.values() for n in datasets if n in extents]
+    optional_names = [n for names in FORM_DATASETS.values() for n in names if n in extents]
     optional_names += [name for name in WEIGHT_DATASETS if name in extents]
-    names = [*HASHED_DATASETS, *dict.fromkeys(optional_names)]
-    hashes = {name: make_hash() for name in names}
-    ends = {name: extents[name][0] for name in names}
+    hashed_names = [*HASHED_DATASETS, *dict.fromkeys(optional_names)]
+    hashes = {name: make_hash() for name in hashed_names}
+    ends = {name: extents[name][0] for name in hashed_names}
 
     def append(name: str, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array, dtype=extents[name][1]).view(np.uint8).data
@@ -271,25 +271,29 @@ def _write_datasets(
         _write(file, data, ends[name])
         ends[name] += len(data)
 
-    total = highest = 0
+    num_tokens = highest = 0
     _write(file, np.zeros(1, np.int64).view(np.uint8).data, ends["documents/offsets"])
     ends["documents/offsets"] += np.dtype(np.int64).itemsize
     for block in blocks:
-        offsets = total + np.cumsum(block.lengths, dtype=np.int64)
+        offsets = num_tokens + np.cumsum(block.lengths, dtype=np.int64)
         append("documents/offsets", offsets)
         append("tokens", block.tokens)
         append("loss_mask", block.loss_mask)
         arrays = {"loss_weights": block.loss_mask, **block.arrays}
-        for name in names[len(HASHED_DATASETS) :]:
+        for name in hashed_names[len(HASHED_DATASETS) :]:
             append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.packed_lengths)
-        total = int(offsets[-1]) if len(offsets) else total
+        num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
     sorter.flush()
-    assert total == expected_tokens, f"blocks hold {total} tokens, expected {expected_tokens}"
+    assert num_tokens == expected_tokens, (
+        f"blocks hold {num_tokens} tokens, expected {expected_tokens}"
+    )
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
-    return combine_hashes([hashes[name] for name in names], "documents/labels" in names), highest
+    return combine_hashes(
+        [hashes[name] for name in hashed_names], "documents/labels" in hashed_names
+    ), highest
 
 
 class _LengthSorter:

@@ -302,8 +302,10 @@ def _tiled_backward(
         if shifts_BTH1.numel():
             shift = group.as_documents(shifts_BTH1.transpose(1, 2), num_groups)
         if group.is_padding is not None:  # copies of a token, which must get no gradient
-            mask = group.is_padding.view(group.num_documents, 1, group.length, 1)
-            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(mask, 0.0)
+            is_padding = group.is_padding.view(group.num_documents, 1, group.length, 1)
+            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(
+                is_padding, 0.0
+            )
         grad_query = torch.empty_like(query)
         # Sums over the tiles, rounded only once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
@@ -319,11 +321,13 @@ def _tiled_backward(
             )
             _matmul(score_grad, keys, grad_query[:, part], scale)
             grad_key[:, :stop] += _bmm(score_grad.transpose(1, 2), tile, product)
-        for tensors, x in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
-            tensors.append(x.to(query.dtype))
+        for group_grads, part_grad in zip(
+            grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True
+        ):
+            group_grads.append(part_grad.to(query.dtype))
     tiling.write_rows(grads[0], num_groups, grads_BTHD[0])
-    for tensors, grad_BTHD in zip(grads[1:], grads_BTHD[1:], strict=True):
-        tiling.write_keys(tensors, num_groups, grad_BTHD)
+    for group_grads, grad_BTHD in zip(grads[1:], grads_BTHD[1:], strict=True):
+        tiling.write_keys(group_grads, num_groups, grad_BTHD)
     return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
 
 

@@ -214,14 +214,18 @@ def _staging_bytes(
     GPU's copies stay until the next save, so this phase takes no less than any that follows it.
     """
     parallel, staging_bytes = settings.parallel, settings.checkpoint.staging_bytes
-    is_split = parallel.zero_stage is not None or (model.is_fully_trained and settings.is_sharded)
-    num_writers = machine.world_size // (parallel.replicate or 1) if is_split else 1
-    num_bytes, on_gpu = state_bytes // max(1, num_writers), machine.device_bytes is not None
+    is_distributed = parallel.zero_stage is not None or (
+        model.is_fully_trained and settings.is_sharded
+    )
+    num_writers = machine.world_size // (parallel.replicate or 1) if is_distributed else 1
+    copy_bytes, on_gpu = state_bytes // max(1, num_writers), machine.device_bytes is not None
     if on_gpu:  # copied in whole blocks
-        num_bytes = -(-num_bytes // PIECE_BYTES) * PIECE_BYTES
+        copy_bytes = -(-copy_bytes // PIECE_BYTES) * PIECE_BYTES
     if staging_bytes != "auto" or not on_gpu:
-        num_bytes = min(STAGING_BYTES if staging_bytes == "auto" else staging_bytes, num_bytes)
-    return (num_bytes, 0) if num_writers >= machine.ranks_per_node else (0, num_writers * num_bytes)
+        copy_bytes = min(STAGING_BYTES if staging_bytes == "auto" else staging_bytes, copy_bytes)
+    return (
+        (copy_bytes, 0) if num_writers >= machine.ranks_per_node else (0, num_writers * copy_bytes)
+    )
 
 
 @dataclass(frozen=True)
@@ -244,23 +248,29 @@ def _step_bytes(
     parallel, is_sharded = settings.parallel, settings.is_sharded
     frozen_bytes = 0 if model.is_fully_trained else trace.weight_bytes
     # On CPUs, unsharded frozen weights are mapped pages of the files, if stored in the same form.
-    mmap_bytes = int(frozen_bytes * model.mapped_share) if uses_cpu and not is_sharded else 0
-    idle, loaded = trace.idle_bytes - mmap_bytes, trace.loaded_bytes - mmap_bytes
-    peak = (trace.heap_peak_bytes if uses_cpu else trace.peak_bytes) - mmap_bytes
-    evaluation = (trace.heap_evaluation_bytes if uses_cpu else trace.evaluation_bytes) - mmap_bytes
+    mapped_bytes = int(frozen_bytes * model.mapped_share) if uses_cpu and not is_sharded else 0
+    idle, loaded = trace.idle_bytes - mapped_bytes, trace.loaded_bytes - mapped_bytes
+    peak = (trace.heap_peak_bytes if uses_cpu else trace.peak_bytes) - mapped_bytes
+    evaluation = (
+        trace.heap_evaluation_bytes if uses_cpu else trace.evaluation_bytes
+    ) - mapped_bytes
     if parallel.zero_stage == 3:
         peak += model.largest_gathered_unit  # the next block is prefetched
     if not uses_cpu and parallel.offload_params == "cpu":
         # Shards stay on the host; gathered weights count as activations.
         gpu_bytes = trace.adapter_bytes * 4 if frozen_bytes else 0
-        state = idle - gpu_bytes
-        host_bytes = state + _extra_pinned_bytes(trace.shards, model.is_fully_trained)
-        return _StepBytes(gpu_bytes, gpu_bytes, peak - state, evaluation - state, host_bytes)
+        shard_bytes = idle - gpu_bytes
+        host_bytes = shard_bytes + _extra_pinned_bytes(trace.shards, model.is_fully_trained)
+        return _StepBytes(
+            gpu_bytes, gpu_bytes, peak - shard_bytes, evaluation - shard_bytes, host_bytes
+        )
     if not uses_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
-        sizes = (idle - offloaded, peak - offloaded, evaluation - offloaded)
+        device_bytes = (idle - offloaded, peak - offloaded, evaluation - offloaded)
         return _StepBytes(
-            loaded, *sizes, offloaded + _deepspeed_extra_pinned_bytes(trace, parallel.zero_stage)
+            loaded,
+            *device_bytes,
+            offloaded + _deepspeed_extra_pinned_bytes(trace, parallel.zero_stage),
         )
     return _StepBytes(loaded, idle, peak, evaluation)
 
@@ -286,8 +296,10 @@ def _extra_pinned_bytes(shards: Mapping[int, int], is_fully_trained: bool) -> in
     they are updated on the host.
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
-    padding = pinned_blocks_bytes(sizes) - sum(sizes)
-    return padding + (sum(map(next_power_of_two, sizes)) - sum(sizes) if is_fully_trained else 0)
+    padding_bytes = pinned_blocks_bytes(sizes) - sum(sizes)
+    return padding_bytes + (
+        sum(map(next_power_of_two, sizes)) - sum(sizes) if is_fully_trained else 0
+    )
 
 
 def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
@@ -299,20 +311,29 @@ def adapt_to_deepspeed_zero(report: TraceReport, resolved: ResolvedLayout) -> Tr
     Stage 3 also has fp32 copies, keeps its buckets, and with an offloaded optimizer fp32 gradients.
     """
     stage, num_ranks = resolved.parallel.zero_stage, resolved.layout.size
-    grads = report.gradient_bytes
+    trained_bytes = report.gradient_bytes
     if stage is None:
         return report
     if stage == 3:
-        added_bytes = 2 * min(BUCKET_VALUES * 4, grads * num_ranks)
-        added_bytes += grads if resolved.parallel.offload_optimizer == "cpu" else 0
-        return _add_bytes(report, added_bytes, grads + added_bytes, grads + added_bytes)
-    idle = report.idle_bytes - grads - report.optimizer_bytes + SAVED_COPIES * grads // num_ranks
-    step_bytes = grads if stage == 1 else grads // num_ranks
-    step_bytes += 2 * min(BUCKET_VALUES * 4, grads)
-    loaded = idle - SAVED_COPIES * grads // num_ranks + grads
+        added_bytes = 2 * min(BUCKET_VALUES * 4, trained_bytes * num_ranks)
+        added_bytes += trained_bytes if resolved.parallel.offload_optimizer == "cpu" else 0
+        return _add_bytes(
+            report, added_bytes, trained_bytes + added_bytes, trained_bytes + added_bytes
+        )
+    idle = (
+        report.idle_bytes
+        - trained_bytes
+        - report.optimizer_bytes
+        + SAVED_COPIES * trained_bytes // num_ranks
+    )
+    step_bytes = trained_bytes if stage == 1 else trained_bytes // num_ranks
+    step_bytes += 2 * min(BUCKET_VALUES * 4, trained_bytes)
+    loaded = idle - SAVED_COPIES * trained_bytes // num_ranks + trained_bytes
     added_bytes = idle - report.idle_bytes
-    result = _add_bytes(report, loaded - report.loaded_bytes, added_bytes, added_bytes + step_bytes)
-    return replace(result, optimizer_bytes=SAVED_COPIES * grads // num_ranks)
+    adapted_report = _add_bytes(
+        report, loaded - report.loaded_bytes, added_bytes, added_bytes + step_bytes
+    )
+    return replace(adapted_report, optimizer_bytes=SAVED_COPIES * trained_bytes // num_ranks)
 
 
 def _add_bytes(

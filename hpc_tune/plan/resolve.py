@@ -127,17 +127,20 @@ def choose_layout(
         layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     unsharded = Layout(num_left, 1, tensor, pipeline, context=parallel.context)
-    num_bytes, limit = static_bytes(size, unsharded), int(bytes_per_rank * MODEL_STATE_MEMORY_SHARE)
-    sizes = f"{format_bytes(num_bytes)} of {format_bytes(limit)}"
-    if num_bytes <= limit:
+    needed_bytes, limit_bytes = (
+        static_bytes(size, unsharded),
+        int(bytes_per_rank * MODEL_STATE_MEMORY_SHARE),
+    )
+    sizes = f"{format_bytes(needed_bytes)} of {format_bytes(limit_bytes)}"
+    if needed_bytes <= limit_bytes:
         return unsharded, f"each rank can hold its part of the model ({sizes})"
     if num_left == 1:
         return unsharded, f"the model does not fit, and no rank is left to split it over ({sizes})"
     node_ranks = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
     if 1 < node_ranks < num_left and num_left % node_ranks == 0:
         hybrid = replace(unsharded, replicate=num_left // node_ranks, shard=node_ranks)
-        if (num_bytes := static_bytes(size, hybrid)) <= limit:
-            sizes = f"{format_bytes(num_bytes)} of {format_bytes(limit)}"
+        if (needed_bytes := static_bytes(size, hybrid)) <= limit_bytes:
+            sizes = f"{format_bytes(needed_bytes)} of {format_bytes(limit_bytes)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
     return replace(unsharded, replicate=1, shard=num_left), f"no rank can hold the model ({sizes})"
 
@@ -327,21 +330,27 @@ class ModelShape:
         """
         config = read_config(self.directory)
         text = config.get_text_config()
-        settings: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
+        json_config: dict[str, Any] = json.loads(
+            (self.directory / "config.json").read_text("utf-8")
+        )
         sections = [name for name in config.sub_configs if getattr(config, name, None) is text]
-        part = next((settings[n] for n in sections if isinstance(settings.get(n), dict)), settings)
-        name, old_count = _find_num_blocks(text)
+        part = next(
+            (json_config[n] for n in sections if isinstance(json_config.get(n), dict)), json_config
+        )
+        name, old_num_blocks = _find_num_blocks(text)
         if not name:  # published files may spell the list of kinds as a string
             fields = text.to_dict()
-            part |= {n: v for n, v in fields.items() if isinstance(v, list) and len(v) == old_count}
+            part |= {
+                n: v for n, v in fields.items() if isinstance(v, list) and len(v) == old_num_blocks
+            }
         for key, value in list(part.items()):
             if key in LAYER_COUNT_FIELDS:  # another name of the same number
                 del part[key]
-            elif isinstance(value, list) and len(value) == old_count:
-                part[key] = [value[n % old_count] for n in range(num_blocks)]
+            elif isinstance(value, list) and len(value) == old_num_blocks:
+                part[key] = [value[n % old_num_blocks] for n in range(num_blocks)]
         if name:
             part[name] = num_blocks
-        (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (directory / "config.json").write_text(json.dumps(json_config), encoding="utf-8")
         return replace(self, directory=directory)
 
 

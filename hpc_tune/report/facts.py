@@ -343,16 +343,18 @@ def list_data_facts(run: Run) -> FactRows:
         if key in counts:
             rows.append((names.get(key, key), f"{counts[key]:,.0f}"))
     if counts.get("tokens") and "loss_tokens" in counts:
-        loss_count = counts["loss_tokens"]
-        rows.append(("tokens learned", f"{loss_count:,.0f} ({loss_count / counts['tokens']:.1%})"))
+        num_learned = counts["loss_tokens"]
+        rows.append(
+            ("tokens learned", f"{num_learned:,.0f} ({num_learned / counts['tokens']:.1%})")
+        )
     if "rows" in counts and "padding" in counts:
         rows.append(("rows of an epoch", f"{counts['rows']:,.0f}, {counts['padding']:.1%} padding"))
     remarks = [str(remark) for remark in run.start.get("remarks", [])]
     if counts:
         rows.append(("cut, dropped, not learned", "; ".join(remarks) or "nothing"))
     if tokens := sum(numeric_values(run.steps, "tokens")):
-        loss_count = sum(numeric_values(run.steps, "loss_tokens"))
-        rows.append(("trained on", f"{tokens:,.0f} tokens, {loss_count:,.0f} of them learned"))
+        num_learned = sum(numeric_values(run.steps, "loss_tokens"))
+        rows.append(("trained on", f"{tokens:,.0f} tokens, {num_learned:,.0f} of them learned"))
     return rows
 
 
@@ -415,8 +417,10 @@ def compare_predictions(run: Run) -> list[tuple[str, ...]]:
                 continue
             planned_bytes = row.get("planned")
             error = f"{rank_bytes / planned_bytes - 1:+.0%}" if planned_bytes else ""
-            plan_text = format_bytes(planned_bytes) if planned_bytes else _NO_PLAN_TEXT
-            rows.append((f"memory of a rank: {phase}", plan_text, format_bytes(rank_bytes), error))
+            predicted_text = format_bytes(planned_bytes) if planned_bytes else _NO_PLAN_TEXT
+            rows.append(
+                (f"memory of a rank: {phase}", predicted_text, format_bytes(rank_bytes), error)
+            )
     return rows
 
 

@@ -195,8 +195,10 @@ class Run:
         """Why the run ended, or what it is doing, in words."""
         match self.state:
             case "running":
-                text = f"it is {self.heartbeats[0].phase}" if self.heartbeats else "it is running"
-                return text + describe_silence(self.silence_s)
+                activity = (
+                    f"it is {self.heartbeats[0].phase}" if self.heartbeats else "it is running"
+                )
+                return activity + describe_silence(self.silence_s)
             case "died":
                 return describe_last_heartbeats(self.heartbeats)
             case "unknown":
@@ -454,7 +456,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
         warn_unreadable(path, error)
         return {}
     sections = tree if isinstance(tree, dict) else {}
-    return flatten_settings({name: v for name, v in sections.items() if isinstance(v, dict)})
+    return flatten_settings(
+        {name: fields for name, fields in sections.items() if isinstance(fields, dict)}
+    )
 
 
 def _silence_s(path: Path, heartbeats: Sequence[Heartbeat]) -> float:
@@ -488,7 +492,10 @@ def _find_segments(other_records: Sequence[Record], steps: Sequence[Record]) -> 
     starts[0] = min([starts[0], *first])  # the first start's event may be lost
     segments, prior_running_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
-        end_s = max((t for t, began in signs if t < next_s and began <= begin_s), default=begin_s)
+        end_s = max(
+            (time_s for time_s, began in signs if time_s < next_s and began <= begin_s),
+            default=begin_s,
+        )
         segments.append(Segment(begin_s, end_s, prior_running_s))
         prior_running_s += end_s - begin_s
     return segments

@@ -94,8 +94,10 @@ def _remove_stop_file(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
-        text = "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
-        log.warning("%s %s: remove it, or the next start will stop too", file, text)
+        problem = (
+            "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
+        )
+        log.warning("%s %s: remove it, or the next start will stop too", file, problem)
 
 
 def reserve_outcome_space(run_dir: Path) -> None:
@@ -264,7 +266,10 @@ def clear_heartbeats(run_dir: Path) -> None:
 def has_run_out_of_memory(last_heartbeats: Sequence[Heartbeat]) -> bool:
     """Return whether a run without an outcome probably died for lack of memory."""
     threshold = HOST_LIMITS.level_thresholds[Level.TIGHT]
-    return any(_count_new_kills(b) > 0 or b.used >= threshold * b.limit for b in last_heartbeats)
+    return any(
+        _count_new_kills(beat) > 0 or beat.used >= threshold * beat.limit
+        for beat in last_heartbeats
+    )
 
 
 def describe_last_heartbeats(last_heartbeats: Sequence[Heartbeat]) -> str:
@@ -345,9 +350,11 @@ def run_report_command(run_dir: Path) -> None:
     if not (run_dir / RESOLVED_CONFIG).is_file():
         return
     command = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
-    room = free_host_bytes(find_host_limit())
-    if room < REPORT_PROCESS_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
-        log.warning("no report: %s of memory left; write it with: %s", format_bytes(room), command)
+    free_bytes = free_host_bytes(find_host_limit())
+    if free_bytes < REPORT_PROCESS_BYTES + _MEMORY_PER_METRICS_BYTE * _metrics_bytes(run_dir):
+        log.warning(
+            "no report: %s of memory left; write it with: %s", format_bytes(free_bytes), command
+        )
         return
     try:
         result = run_hpc_tune_command(["report", "--no-job-energy", str(run_dir)], _REPORT_LIMIT_S)

@@ -89,10 +89,12 @@ class StepPlan:
         if self.layout.pipeline == 1:
             return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
-        num_routed = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
-        num = sum(w.num_values for w in blocks) - num_routed * (1 - active_expert_share(self.model))
+        routed_values = sum(w.num_values for w in blocks if w.kind == ROUTED_EXPERTS)
+        values = sum(w.num_values for w in blocks) - routed_values * (
+            1 - active_expert_share(self.model)
+        )
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_token_fraction)
-        return assign_stage_blocks(self.model, num_blocks, num / num_blocks, *settings)
+        return assign_stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
     def blocks_of_rank(self, pp_rank: int) -> list[int]:
         """Return the decoder blocks of the ``pp_rank``-th rank of the pipeline axis."""
@@ -123,17 +125,19 @@ class StepPlan:
         for weights in self.size.weights:
             if not holds.get(weights.part, is_last):
                 continue
-            values = weights.num_values
+            rank_values = weights.num_values
             if weights.part == "blocks":
-                values = weights.num_values_in(self.blocks_of_rank(pp_rank), num_blocks)
+                rank_values = weights.num_values_in(self.blocks_of_rank(pp_rank), num_blocks)
             expert_ranks = layout.expert if weights.kind == ROUTED_EXPERTS else 1
             num_parts = expert_ranks * (layout.tensor if weights.role in SLICE_ROLES else 1)
-            num_bytes = weights.num_bytes * values // (num_parts * max(1, weights.num_values))
+            num_bytes = weights.num_bytes * rank_values // (num_parts * max(1, weights.num_values))
             shape = weights.row_shard_shape(
                 expert_ranks * (layout.tensor if weights.role == "slice" else 1)
             )
             groups.append(
-                replace(weights, num_values=values // num_parts, num_bytes=num_bytes, shape=shape)
+                replace(
+                    weights, num_values=rank_values // num_parts, num_bytes=num_bytes, shape=shape
+                )
             )
         return groups
 

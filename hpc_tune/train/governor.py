@@ -115,7 +115,9 @@ class Governor:
 
     def status(self) -> tuple[float, ...]:
         """Return this rank's part of the boundary's sums: 1.0 for each level it has reached."""
-        return tuple(float(level >= limit) for level in self._levels for limit in _PRESSURE_LEVELS)
+        return tuple(
+            float(own_level >= level) for own_level in self._levels for level in _PRESSURE_LEVELS
+        )
 
     def act_on_levels(self, level_counts: Sequence[float], step: int) -> MemoryShortage | None:
         """Act on the ranks' levels; return the shortage if the run must leave. Collective."""
@@ -148,11 +150,15 @@ class Governor:
     def advice(self, shortage: MemoryShortage) -> str:
         """Return what the next start will do about the shortage, or what the user can do."""
         taken = self._policy.taken_actions
-        rest = next_actions_after_oom(taken, self._available_actions(shortage.memory))[len(taken) :]
-        if not rest:
+        coming = next_actions_after_oom(taken, self._available_actions(shortage.memory))[
+            len(taken) :
+        ]
+        if not coming:
             return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
-        words = [_ACTION_DESCRIPTIONS[action] for action in rest if action in _ACTION_DESCRIPTIONS]
-        names = ", ".join(action.value for action in rest)
+        words = [
+            _ACTION_DESCRIPTIONS[action] for action in coming if action in _ACTION_DESCRIPTIONS
+        ]
+        names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
     def _decide_action(
@@ -161,21 +167,26 @@ class Governor:
         if device == Level.CRITICAL and host < Level.WILL_EXCEED:
             return decide_after_device_oom(self._policy, self._available_actions("device"))
         level = max(host, device)
-        memory_kinds = [k for k, value in (("host", host), ("device", device)) if value == level]
-        return decide_action(self._policy, level, self._available_actions(*memory_kinds))
+        exhausted_memory = [
+            memory_kind
+            for memory_kind, kind_level in (("host", host), ("device", device))
+            if kind_level == level
+        ]
+        return decide_action(self._policy, level, self._available_actions(*exhausted_memory))
 
     def _available_actions(self, *exhausted_memory: str) -> frozenset[Action]:
         """Return the actions that can still free ``exhausted_memory``: "host", "device" or both.
 
         Without a device, actions that would free device memory free host memory.
         """
-        taken_actions, kinds = self._policy.taken_actions, {*exhausted_memory}
+        taken_actions, memory_kinds = self._policy.taken_actions, {*exhausted_memory}
         if self._monitor.device is None:
-            kinds.add("device")
+            memory_kinds.add("device")
         return frozenset(
             action
             for action, handle in self._memory_actions.items()
-            if action.freed_memory in kinds and taken_actions.count(action) < handle.max_times
+            if action.freed_memory in memory_kinds
+            and taken_actions.count(action) < handle.max_times
         )
 
     def _apply_taken_action(self, action: Action) -> str:
@@ -184,14 +195,16 @@ class Governor:
 
     def _local_memory_usage(self, memory_kind: Literal["host", "device"]) -> "_MemoryUsage":
         """Return how full this rank's memory is; host memory if there is no device."""
-        usage = self._sample
-        if usage is None:
+        sample = self._sample
+        if sample is None:
             return _MemoryUsage(0.0, self._monitor.host_shortage(0), {}, "")
-        used_fraction = usage.host_bytes / usage.host_limit_bytes
-        shortage = self._monitor.host_shortage(usage.host_bytes)
-        text = f"{shortage.host}: host {_format_fraction(usage.host_bytes, usage.host_limit_bytes)}"
-        memory_fields = {key: value for key, value in asdict(usage).items() if key != "device"}
-        if (device := usage.device) is not None:
+        used_fraction = sample.host_bytes / sample.host_limit_bytes
+        shortage = self._monitor.host_shortage(sample.host_bytes)
+        text = (
+            f"{shortage.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
+        )
+        memory_fields = {key: value for key, value in asdict(sample).items() if key != "device"}
+        if (device := sample.device) is not None:
             text += f", device {_format_fraction(device.used_bytes, device.limit_bytes)}"
             memory_fields |= {f"device_{key}": value for key, value in asdict(device).items()}
             if memory_kind == "device":
@@ -230,7 +243,10 @@ def _count_permanent_actions(taken_actions: Sequence[Action]) -> int:
     """Return how many of ``taken_actions`` at the start are never undone: all up to the last one
     that frees device memory, since without it the device may run out and end the run.
     """
-    return max((n for n, a in enumerate(taken_actions, 1) if a.freed_memory == "device"), default=0)
+    return max(
+        (number for number, a in enumerate(taken_actions, 1) if a.freed_memory == "device"),
+        default=0,
+    )
 
 
 def _format_fraction(used: int, limit: int) -> str:

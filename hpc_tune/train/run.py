@@ -227,9 +227,11 @@ def train(trainer: Trainer, control: Control) -> Outcome:
         HpcTuneError: see ``Control.record_step``.
     """
     control.begin()
-    while (choice := control.decide()).should_continue:
+    while (decision := control.decide()).should_continue:
         with control.profile_step():
-            has_gradients = trainer.accumulate(choice.batches, choice.loss_terms, choice.tokens)
+            has_gradients = trainer.accumulate(
+                decision.batches, decision.loss_terms, decision.tokens
+            )
             if has_gradients:
                 control.saver.wait_until_weights_may_change()
                 result = trainer.update()

@@ -96,26 +96,30 @@ def _split_cores(
         )
         pool = reachable_cpus
     if len(same_mask_ranks) > len(pool):
-        cores = _num_cores(pool, find_core)
-        return CoreAssignment(pool, cores, 1, warning is not None, warning, len(same_mask_ranks))
+        num_cores = _num_cores(pool, find_core)
+        return CoreAssignment(
+            pool, num_cores, 1, warning is not None, warning, len(same_mask_ranks)
+        )
     other_cpus: CpuMask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
     if other_cpus & pool:
-        cores = _num_cores(frozenset().union(*masks), find_core)
-        return CoreAssignment(pool, cores, max(1, cores // num_ranks), False, warning, num_ranks)
+        num_cores = _num_cores(frozenset().union(*masks), find_core)
+        return CoreAssignment(
+            pool, num_cores, max(1, num_cores // num_ranks), False, warning, num_ranks
+        )
     cpus = _core_slice(pool, len(same_mask_ranks), same_mask_ranks.index(local_rank), find_core)
-    cores = _num_cores(cpus, find_core)
+    num_cores = _num_cores(cpus, find_core)
     fair_cores = _num_cores(reachable_cpus, find_core) // num_ranks
-    if warning is None and 2 * cores <= fair_cores:
+    if warning is None and 2 * num_cores <= fair_cores:
         node_cores = _num_cores(reachable_cpus, find_core)
         warning = (
-            f"a rank may use {cores} of the node's {node_cores} cores, "
+            f"a rank may use {num_cores} of the node's {node_cores} cores, "
             f"while its share would be {fair_cores}; if that is not intended, start with "
             f"mpirun --bind-to none or srun --cpus-per-task={fair_cores}"
         )
     pin = cpus != masks[local_rank]
     if near_cpus := _core_slice_near_gpu(pool, same_mask_ranks, local_rank, find_core, gpu_nodes):
-        cpus, cores, pin = near_cpus, _num_cores(near_cpus, find_core), True
-    return CoreAssignment(cpus, cores, cores, pin, warning)
+        cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, find_core), True
+    return CoreAssignment(cpus, num_cores, num_cores, pin, warning)
 
 
 def widest_cpu_mask() -> CpuMask:
@@ -192,12 +196,14 @@ def repin_threads_with_mask(old_mask: CpuMask, cpus: CpuMask) -> None:
 
 def describe_cores(core_counts: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
     """Describe the world in one line, from each rank's (cores, threads, ranks on these cores)."""
-    tally = Counter(core_counts)
+    counts = Counter(core_counts)
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     ranks = "1 rank" if len(core_counts) == 1 else f"{len(core_counts)} ranks"
     parts = []
-    for (cores, threads, num_sharing_ranks), num in tally.most_common(4):
-        scope = ("each" if len(core_counts) > 1 else "") if len(tally) == 1 else f"on {num} of them"
+    for (cores, threads, num_sharing_ranks), num in counts.most_common(4):
+        scope = (
+            ("each" if len(core_counts) > 1 else "") if len(counts) == 1 else f"on {num} of them"
+        )
         cores_text = "1 core" if cores == 1 else f"{cores} cores"
         threads_text = "1 thread" if threads == 1 else f"{threads} threads"
         if num_sharing_ranks > 1:
@@ -234,14 +240,16 @@ def _core_slice_near_gpu(
     """
     if not gpu_nodes or len(same_mask_ranks) == 1:
         return None
-    nodes = [n for rank in same_mask_ranks if (n := gpu_nodes[rank]) is not None]
+    nodes = [node for rank in same_mask_ranks if (node := gpu_nodes[rank]) is not None]
     if len(nodes) < len(same_mask_ranks):
         return None
-    if any(len(n.cpus & mask) < nodes.count(n) for n in nodes):
+    if any(len(node.cpus & mask) < nodes.count(node) for node in nodes):
         return None
     index = same_mask_ranks.index(local_rank)
-    node = nodes[index]
-    return _core_slice(node.cpus & mask, nodes.count(node), nodes[:index].count(node), find_core)
+    own_node = nodes[index]
+    return _core_slice(
+        own_node.cpus & mask, nodes.count(own_node), nodes[:index].count(own_node), find_core
+    )
 
 
 def _num_cores(mask: CpuMask, find_core: CoreLookup) -> int:

@@ -61,10 +61,12 @@ def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
         nodes[report.node].append(report)
     lines = []
     for peers in nodes.values():
-        gpus = {report.uuid for report in peers if not report.uuid.startswith("MIG-")}
-        nums = [report.reachable for report in peers if 0 < report.reachable < len(gpus)]
-        if nums:
-            lines.append(f"{peers[0].hostname}: ranks may open {min(nums)} of the {len(gpus)} GPUs")
+        uuids = {report.uuid for report in peers if not report.uuid.startswith("MIG-")}
+        counts = [report.reachable for report in peers if 0 < report.reachable < len(uuids)]
+        if counts:
+            lines.append(
+                f"{peers[0].hostname}: ranks may open {min(counts)} of the {len(uuids)} GPUs"
+            )
     if not lines:
         return None
     return (
@@ -444,9 +446,13 @@ def unread_alloc_conf_warning(
     environ: Mapping[str, str], settings: Mapping[str, Any]
 ) -> str | None:
     """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
-    conf = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
+    alloc_conf = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     value = settings.get("expandable_segments")
-    if _EXPANDABLE_SEGMENTS not in conf or value is None or str(value).lower() in ("true", "1"):
+    if (
+        _EXPANDABLE_SEGMENTS not in alloc_conf
+        or value is None
+        or str(value).lower() in ("true", "1")
+    ):
         return None
     return (
         f"torch has not read {_EXPANDABLE_SEGMENTS} from the environment, so GPU memory fragments: "

@@ -58,16 +58,20 @@ def preflight(
     max_bytes = max_step_bytes(
         model.size, resolved_layout.layout, model.built.config, tokens, machine
     )
-    room = machine.bytes_per_rank
+    room_bytes = machine.bytes_per_rank
     if fits_without_plan(max_bytes, machine):
         note = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
-        verdict = f"fits{note}: at most {format_bytes(max_bytes)} of {format_bytes(room)} per rank"
+        verdict = (
+            f"fits{note}: at most {format_bytes(max_bytes)} of {format_bytes(room_bytes)} per rank"
+        )
         return MemoryForecast(None, verdict)
     # The other ranks wait for the plan.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
-    args = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
-    plan = comm.run_on_rank_0("planning", lambda: _run_plan_command(job, machine, args, limit_s))
+    arguments = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
+    plan = comm.run_on_rank_0(
+        "planning", lambda: _run_plan_command(job, machine, arguments, limit_s)
+    )
     if plan is None:
         return MemoryForecast(None, "not planned; see the warning above")
     job.monitor.expect_usage(plan.steady_phase.node_bytes(machine))
