@@ -108,7 +108,7 @@ def _runs_on_this_rank(command: str) -> bool:
     if command == "supervise":
         raise ConfigError(
             "supervise was started on several ranks; start it once, without a launcher: it starts "
-            "the ranks itself, by --launch"
+            "the ranks itself, with the command that --launch names"
         )
     if rank == 0:
         log.warning("%s needs one process: only rank 0 runs it", command)

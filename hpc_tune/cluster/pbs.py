@@ -38,7 +38,9 @@ def _requeue_command(job_id: str) -> list[str]:
         return []
     if shutil.which("qsub") is None or not Path(script).is_file():
         problem = f"{script} is not a file" if shutil.which("qsub") else "qsub is not on PATH here"
-        log.warning("%s: the next job cannot be submitted when this one's time is over", problem)
+        log.warning(
+            "%s: the next job cannot be submitted; submit it by hand after this one", problem
+        )
         return []
     return [
         "qsub",

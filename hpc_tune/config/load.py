@@ -190,8 +190,8 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         return _load_and_check(paths, overrides)
     except RecursionError:
         raise ConfigError(
-            "the settings are nested too deeply, or refer to each other in a circle; a setting is "
-            "part: {key: value}, or part.key=value"
+            "the settings are nested too deeply, or refer to each other in a circle; write a "
+            "setting as `section: {key: value}` or as section.key=value"
         ) from None
 
 

@@ -190,8 +190,9 @@ def _convert_loss_weights(value: Any, config: ForeignConfig) -> Outcome:
     if weights.keys() == {"sigmoid", "sft"} and weights["sigmoid"] == 1:
         return MappedKey({"tune.sft_weight": weights["sft"]}, preferences.MEAN_REMARK)
     return UnsupportedKey(
-        "here the loss of pairs has weight 1, and tune.sft_weight is the weight of the chosen "
-        "answers' loss: divide all weights by that of the pairs, and multiply optim.lr by it",
+        "the pairs' loss always has weight 1, and tune.sft_weight is the weight of the chosen "
+        "answers' loss: divide all weights by the pairs' weight, and multiply optim.lr by the "
+        "pairs' weight",
         to_do=True,
     )
 
@@ -309,7 +310,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     "kto_undesirable_weight": "tune.undesirable_weight",
     # false counts as an argument: Qwen3's template behaves differently without enable_thinking.
     "chat_template_kwargs.*": UnsupportedKey(
-        "a template gets no further arguments: write them into it", to_do=True
+        "arguments for the chat template are not supported: write them into it", to_do=True
     ),
 }
 _IGNORED_KEYS = {

@@ -140,8 +140,8 @@ def _convert_format(value: Any, config: ForeignConfig) -> Outcome:
     if str(value).strip() in _PLAIN_FORMATS:
         return IgnoredKey("prompt and answers are taken from their columns")
     return UnsupportedKey(
-        "the chat template writes prompt and answers: write it as a Jinja file, and set "
-        "data.chat_template",
+        "prompts and answers are formatted by a chat template here: write this format as a Jinja "
+        "file, and set data.chat_template to it",
         to_do=True,
     )
 
@@ -251,7 +251,9 @@ _MAPPED_RULES: dict[str, Rule] = {
                 ([],),
                 IgnoredKey("marks in the data tell which answers are learned"),
                 UnsupportedKey(
-                    "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
+                    "roles cannot be chosen: data.loss_on=answers learns the assistant's answers, "
+                    "data.loss_on=all learns all text",
+                    to_do=True,
                 ),
             ),
         ),
@@ -282,7 +284,7 @@ _MAPPED_RULES: dict[str, Rule] = {
     ),
     **rule_for_keys(
         UnsupportedKey(
-            "there are no random tokens; use builtin:pydocs for first experiments", to_do=True
+            "random tokens are not supported as data; try builtin:pydocs first", to_do=True
         ),
         "length sequence_length min_input_id max_input_id seed",
     ),

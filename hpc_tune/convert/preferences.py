@@ -26,7 +26,7 @@ from hpc_tune.convert.rules import (
 MEAN_REMARK = "a mean over each answer's tokens; there over all tokens of a micro-batch"
 OBJECTIVE_IMPLIED_KEY = IgnoredKey("tune.objective says it")
 ANSWERS_ONLY_KEY = IgnoredKey("with preferences only the answers are compared")
-UNUSED_DROPOUT_KEY = IgnoredKey("there is no dropout in training on preferences, nor in theirs")
+UNUSED_DROPOUT_KEY = IgnoredKey("neither tool uses dropout in training on preferences")
 UNSUPPORTED_DROPOUT_KEY = UnsupportedKey(
     "there is no dropout in training on preferences", to_do=True
 )

@@ -96,7 +96,7 @@ def _load_or_compute_reference(
     reference = _compute_reference(job, model, plan, store, engine)
     comm.run_on_rank_0("keeping the reference", partial(_write_reference, file, reference))
     log.info(
-        "reference of %s: the log-probabilities of %d rows of preferences, in %s; kept in %s",
+        "reference of %s: computed the log-probabilities of %d rows in %s, saved them in %s",
         *(source.setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
     )
     return reference

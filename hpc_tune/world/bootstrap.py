@@ -259,7 +259,10 @@ def _open_channel(
     if world.size == 1:
         return SoloChannel()
     if launcher.rendezvous_endpoint is None:
-        raise WorldError(f"{info.launcher} starts several ranks, but without MPI they cannot meet")
+        raise WorldError(
+            f"{info.launcher} starts several ranks, which cannot connect without MPI; "
+            "install mpi4py (tools/install.py --mpi), or start them with srun or torchrun"
+        )
     point = launcher.rendezvous_endpoint(os.environ, info)
     limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
