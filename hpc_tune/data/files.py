@@ -255,7 +255,9 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
         files = [entry for entry in entries if entry.is_file()]
         broken_links = [e for e in entries if e.is_symlink() and not e.exists() and find_kind(e)]
     except OSError as error:
-        raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
+        is_special = folder.exists() and not folder.is_dir()
+        advice = "; it is no regular file: write the data into one" if is_special else ""
+        raise DataError(f"{folder} cannot be read as a folder: {error.strerror}{advice}") from None
     for entry in broken_links:
         message = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
         raise DataError(explain_pointer_file(entry) or message)
@@ -468,6 +470,8 @@ def _advise_on_missing_path(name: str) -> str:
 
 
 def _suggest_paths(path: Path) -> str:
+    if path.is_symlink():
+        return f"; it is a link to {path.readlink()}, which leads to no file"
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir()]

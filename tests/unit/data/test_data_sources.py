@@ -319,6 +319,16 @@ def test_missing_unknown_and_empty_sources_are_refused(tmp_path):
 def test_a_source_that_is_neither_file_nor_folder_is_refused():
     with pytest.raises(DataError, match="/dev/null cannot be read as a folder: Not a directory"):
         list_chunks("/dev/null")
+    with pytest.raises(DataError, match="it is no regular file: write the data into one"):
+        list_chunks("/dev/null")
+
+
+@pytest.mark.parametrize("target", ["gone.jsonl", "link.jsonl"])
+def test_of_a_link_that_leads_to_no_file_its_target_is_named(tmp_path, target):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    with pytest.raises(DataError, match=f"it is a link to {target}, which leads to no file"):
+        list_chunks(str(link))
 
 
 def test_identity_follows_size_and_time_of_the_files(tmp_path):
